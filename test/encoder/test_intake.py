@@ -105,6 +105,20 @@ async def test_a_heir_keeps_the_place_past_the_bound(intake, admission):
     assert admission.nbytes == 0
 
 
+async def test_bytes_that_several_share_are_counted_once(intake, admission):
+    with intake.arrival((0, 0)) as first, intake.arrival((1, 0)) as other:
+        shared = first.beside()
+        await shared.grow(4)
+        for asker in (first, other):
+            asker.share(shared)
+            asker.settle(4)
+        shared.close()
+        assert admission.nbytes == 4
+        first.close()
+        assert admission.nbytes == 4, "the other has them still"
+    assert admission.nbytes == 0
+
+
 @pytest.mark.parametrize(("inline", "fetched"), [(0, FETCHED), (4, 4)])
 async def test_bytes_that_are_fetched_leave_a_quarter_to_others(intake, admission, inline, fetched):
     admission.take_bytes(inline)

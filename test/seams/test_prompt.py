@@ -9,7 +9,9 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from sglang_epd.device import Host
 from sglang_epd.errors import MediaError
+from sglang_epd.families import adapter
 from sglang_epd.families.adapter import load_processor
 from sglang_epd.seams import prompt
 from sglang_epd.seams.prompt import (
@@ -250,7 +252,9 @@ def test_a_listed_models_own_processor_lays_out_and_others_have_an_adapter(monke
     assert family.processor(processor) is processor.inner
 
 
-def test_a_processor_that_lays_prompts_out_takes_no_memory_for_features(sglang, flags, monkeypatch):
+def test_a_processor_lays_prompts_out_on_its_ranks_device_without_memory_for_features(
+    sglang, flags, monkeypatch
+):
     """SGLang takes a GiB and more for it on an adaptive server, in each rank."""
     receiver, seen = sglang("disaggregation.encoder.receiver"), []
     adapts = {"enable_adaptive_dispatch_to_encoder": True}
@@ -262,11 +266,16 @@ def test_a_processor_that_lays_prompts_out_takes_no_memory_for_features(sglang, 
         yield
         adapts.update(before)
 
-    def init(host, *_args, **_options):
-        seen.append(dict(adapts))
+    def init(host, server_args, *_args, **_options):
+        seen.append((server_args.base_gpu_id, dict(adapts)))
         host.mm_processor = "it"
 
     flags(disagg={"override": override})
     monkeypatch.setattr(receiver.MMReceiverBase, "_init_mm_processor", init)
-    assert load_processor(None, SimpleNamespace(hf_config=None)) == "it"
-    assert seen == [{"enable_adaptive_dispatch_to_encoder": False}]
+    third = SimpleNamespace(name=torch.device("cuda", 3))
+    monkeypatch.setattr(adapter, "device_of", {"cuda": third, "cpu": Host()}.get)
+    for device in ("cuda", "cpu"):
+        server_args = SimpleNamespace(device=device, base_gpu_id=1)
+        assert load_processor(server_args, SimpleNamespace(hf_config=None)) == "it"
+        assert server_args.base_gpu_id == 1, "others read it, too"
+    assert seen == [(number, {"enable_adaptive_dispatch_to_encoder": False}) for number in (3, 1)]

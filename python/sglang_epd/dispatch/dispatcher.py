@@ -270,12 +270,18 @@ class Dispatcher:
     ) -> list[Failure]:
         """No encoder is left for these items: wait for one, then they begin anew."""
         now = time.monotonic()
-        if run.stranded_at is None:
-            run.stranded_at = now
         until = run.deadline
-        if not isinstance(reason, OverloadedError):
+        candidates = self._candidates(frozenset())
+        full = isinstance(reason, OverloadedError)
+        if full and candidates:
+            run.stranded_at = None
+        else:
+            if run.stranded_at is None:
+                run.stranded_at = now
             until = min(run.stranded_at + self._patience.encoder_s, until)
-        nobody = reason or UnavailableError(self._nobody())
+        # Those that were full may be gone by now.
+        known = reason if candidates or not full else None
+        nobody = known or UnavailableError(self._nobody())
         complaint = self._pool.complaint()
         if complaint is not None or isinstance(reason, EncodeError) or now >= until:
             raise complaint or nobody
@@ -284,11 +290,11 @@ class Dispatcher:
         returns = max(one.returns for one in progress)
         wait: Callable[[float], Awaitable[None]] = self._pool.changed
         seconds = pause(returns, self._rng)
-        if reason is not None and reason.retry_after_s:
-            seconds = reason.retry_after_s * (0.5 + self._rng.random() / 2)
-        elif not self._candidates(frozenset()):
+        if known is not None and known.retry_after_s:
+            seconds = known.retry_after_s * (0.5 + self._rng.random() / 2)
+        elif not candidates:
             seconds = until - now
-        elif returns >= _HASTY_RETURNS and not isinstance(reason, OverloadedError):
+        elif returns >= _HASTY_RETURNS and not full:
             wait = asyncio.sleep
         with run.span.child("epd_wait_for_encoder", items=len(items)):
             await wait(min(seconds, until - now))

@@ -38,6 +38,8 @@ class Arrival(Account):
         self.age = age
         self.nbytes = 0
         self.closed = False
+        self._shared: Arrival | None = None
+        self._sharers = 0
 
     @property
     def owner(self) -> int:
@@ -48,7 +50,9 @@ class Arrival(Account):
         await self._intake.grow(self, nbytes)
 
     def settle(self, nbytes: int) -> None:
-        """The item is here and has so many bytes."""
+        """The item is here and has so many bytes, unless they are those that it shares."""
+        if self._shared is not None:
+            return
         self._intake.count(self, nbytes)
         self._intake.serve()
 
@@ -57,14 +61,20 @@ class Arrival(Account):
         return Arrival(self._intake, self.age)
 
     def share(self, other: Arrival) -> None:
-        """Have the bytes of `other`, which is about to be closed, and its place."""
-        self.settle(other.nbytes)
-        if self._intake.over is other:
-            self._intake.over = self
+        """Have the bytes of `other` too: they are counted once, until all of them are closed."""
+        self._shared = other
+        other._sharers += 1
 
     def close(self) -> None:
-        """Nothing is left of the item's bytes."""
+        """Nothing is left of the item's bytes, but for those that have a share in them."""
         self.closed = True
+        shared, self._shared = self._shared, None
+        if shared is not None:
+            shared._sharers -= 1
+            if shared.closed:
+                shared.close()
+        if self._sharers:
+            return
         if self._intake.over is self:
             self._intake.over = None
         self.settle(0)

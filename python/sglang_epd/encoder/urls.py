@@ -19,7 +19,7 @@ from yarl import URL
 from sglang_epd.cache.urls import UrlMemory, name_of
 from sglang_epd.encoder.intake import Arrival
 from sglang_epd.errors import MediaError
-from sglang_epd.media import Account, FetchedMedia, Fetcher, MediaSource, reading_until
+from sglang_epd.media import FetchedMedia, Fetcher, MediaSource, reading_until
 from sglang_epd.observability.encoder import EncoderMetrics
 
 _CREDENTIALS = "credentials"
@@ -44,7 +44,7 @@ class _Flight:
 
     name: bytes
     task: asyncio.Task[FetchedMedia]
-    # Counts the bytes while they are on their way; then each asker counts them.
+    # Counts the bytes for all of them.
     arrival: Arrival
     askers: int = 0
     # Whether an uncacheable response was already given to one caller.
@@ -152,14 +152,15 @@ class UrlReader:
             self._count("coalesced")
         return media
 
-    async def _ask(self, source: MediaSource, name: bytes, account: Account) -> FetchedMedia:
+    async def _ask(self, source: MediaSource, name: bytes, arrival: Arrival) -> FetchedMedia:
         """Fetch a URL, and remember the answer as far as it may be."""
         try:
-            media = await self._fetcher.ask(source, account)
+            media = await self._fetcher.ask(source, arrival)
         except MediaError as error:
             if error.reason == "http_4xx":  # it is gone, or no longer for everybody
                 self.memory.drop(name)
             raise
+        arrival.settle(len(media.data))
         obstacle = media.trail.obstacle(time.monotonic())
         if obstacle:
             self._metrics.url_uncacheable.labels(obstacle).inc()

@@ -10,12 +10,14 @@ and on the in-tree `MMReceiverBase._init_mm_processor`, which loads a processor.
 from __future__ import annotations
 
 import asyncio
+import copy
 from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 
+from sglang_epd.device import device_of
 from sglang_epd.errors import EncodeError, MediaError, MediaTypeError
 from sglang_epd.families.expansion import (
     LaidOut,
@@ -278,14 +280,18 @@ def load_processor(server_args: Any, model_config: Any) -> Any:
     """The processor that SGLang has registered for the model, in a process that has none.
 
     It lays prompts out, and makes no features: it needs no memory for them on an accelerator, which
-    SGLang takes for it on an adaptive server.
+    SGLang takes for it on an adaptive server. SGLang's processors have their tensors on the
+    server's first accelerator; this one has them on this process's.
     """
     from sglang.srt.disaggregation.encoder.receiver import MMReceiverBase
     from sglang.srt.runtime_context import get_disagg
 
-    host = SimpleNamespace(mm_processor=None)
+    host, here = SimpleNamespace(mm_processor=None), copy.copy(server_args)
+    device = device_of(server_args.device).name
+    if device.type == "cuda":
+        here.base_gpu_id = device.index
     with get_disagg().override(enable_adaptive_dispatch_to_encoder=False):
         MMReceiverBase._init_mm_processor(
-            host, server_args, model_config.hf_config, model_config=model_config
+            host, here, model_config.hf_config, model_config=model_config
         )
     return host.mm_processor

@@ -132,6 +132,12 @@ HOOKS = (
     Hook(_RECEIVER, "SchedulerRequestReceiver._pull_raw_reqs", "around", _pull_and_pass_on),
     # ... the scheduler with the receiver's thread: leaves it the interpreter while idle.
     Hook(_SCHEDULER, "Scheduler.on_idle", "after", idle.give_way),
+    Hook(
+        _SCHEDULER,
+        "Scheduler._record_scheduler_state_for_paused_engine",
+        "after",
+        idle.give_way_paused,
+    ),
     # ... schedulers: no vision weights in memory.
     Hook(_RUNNER, "ModelRunner.load_model", "around", vision_weights.load),
     Hook(_UPDATER, "_model_load_weights_direct", "around", vision_weights.load_direct),

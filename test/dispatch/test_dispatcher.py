@@ -244,20 +244,27 @@ async def test_a_full_encoder_is_asked_again_and_in_the_end_it_has_room(start, d
     assert only.items == [0] * 4
 
 
-async def test_a_full_encoder_that_is_gone_is_waited_for_as_others_are(start, run):
+@pytest.mark.parametrize("fails", [False, True])
+async def test_a_full_encoder_that_is_gone_is_waited_for_as_others_are(start, run, fails):
+    """Though there is another, which fails at this item."""
     only, refused = await start(), asyncio.Event()
+    urls = [only.url]
+    if fails:
+        other = await start()
+        other.says(ItemOutcome(0, "failed", "EncodeError", "NaN"))
+        urls.insert(0, other.url)
 
     async def refuse(request):
         refused.set()
         return only.refusal(OverloadedError("full"))
 
     only.answer = refuse
-    pool = ready(only.url)
-    running = asyncio.create_task(run(pool, patience=Patience(0.1, 5.0), seconds=60.0))
+    pool = ready(*urls)
+    running = asyncio.create_task(run(pool, 1, patience=Patience(0.1, 5.0), seconds=60.0))
     await refused.wait()
     for _ in range(2):
         pool.failed(only.url, "silent")
-    with pytest.raises(UnavailableError, match=r"none of 1 encoders can be asked .*silent"):
+    with pytest.raises(UnavailableError, match=r"none of \d encoders can be asked .*silent"):
         await asyncio.wait_for(running, 10)
 
 

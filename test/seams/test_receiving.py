@@ -169,6 +169,7 @@ def start(flags, monkeypatch):
     FakeReceiver.made = []
     FakeReceiver.error = None
     monkeypatch.setattr(receiving, "Receiver", FakeReceiver)
+    monkeypatch.setattr(receiving.idle.Hosted, "receiver", False)
     monkeypatch.setattr(receiving.rundir, "claim", lambda: None)
     monkeypatch.setattr(receiving.rundir, "control_path", lambda: "control")
 
@@ -193,6 +194,7 @@ def test_the_receiver_has_this_servers_settings(start, monkeypatch):
     monkeypatch.setenv("SGLANG_EPD_GRANT_TIMEOUT_S", "7.5")
     made = start()
     assert made.running
+    assert receiving.idle.Hosted.receiver
     assert made.args == ("10.0.0.1", "10.0.0.1", "control")
     tally = made.options.pop("tally")
     assert type(tally) is Tally

@@ -271,7 +271,9 @@ class Dispatcher:
         """No encoder is left for these items: wait for one, then they begin anew."""
         now = time.monotonic()
         until = run.deadline
-        candidates = self._candidates(frozenset())
+        progress = [run.progress[item.item] for item in items]
+        # For one of them at least.
+        candidates = self._candidates(frozenset.intersection(*(one.faults for one in progress)))
         full = isinstance(reason, OverloadedError)
         if full and candidates:
             run.stranded_at = None
@@ -286,7 +288,6 @@ class Dispatcher:
         if complaint is not None or isinstance(reason, EncodeError) or now >= until:
             raise complaint or nobody
         self._tally.add("waits")
-        progress = [run.progress[item.item] for item in items]
         returns = max(one.returns for one in progress)
         wait: Callable[[float], Awaitable[None]] = self._pool.changed
         seconds = pause(returns, self._rng)

@@ -61,7 +61,8 @@ class Arrival(Account):
         return Arrival(self._intake, self.age)
 
     def share(self, other: Arrival) -> None:
-        """Have the bytes of `other` too: they are counted once, until all of them are closed."""
+        """Have the bytes of `other` too: they are counted once, as those of its request, until
+        all of them are closed."""
         self._shared = other
         other._sharers += 1
 

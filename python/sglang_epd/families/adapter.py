@@ -284,12 +284,15 @@ def load_processor(server_args: Any, model_config: Any) -> Any:
     server's first accelerator; this one has them on this process's.
     """
     from sglang.srt.disaggregation.encoder.receiver import MMReceiverBase
-    from sglang.srt.runtime_context import get_disagg
+    from sglang.srt.runtime_context import get_device, get_disagg
 
-    host, here = SimpleNamespace(mm_processor=None), copy.copy(server_args)
-    device = device_of(server_args.device).name
+    host, here = SimpleNamespace(mm_processor=None), server_args
+    device = device_of(get_device().device).name
     if device.type == "cuda":
+        here = copy.copy(server_args)
         here.base_gpu_id = device.index
+        # What SGLang notes beside the fields; among it that nobody may write to them.
+        vars(here).update(vars(server_args))
     with get_disagg().override(enable_adaptive_dispatch_to_encoder=False):
         MMReceiverBase._init_mm_processor(
             host, here, model_config.hf_config, model_config=model_config

@@ -97,6 +97,8 @@ managers.schedule_batch
 managers.schedule_policy
     seams/prefix: PrefillAdder.add_one_req(self req has_chunked_req truncation_align_size)
 managers.scheduler
+    seams/idle: Scheduler._record_scheduler_state_for_paused_engine(self)
+    seams/idle: Scheduler.is_fully_idle(self for_health_check ignore_waiting)
     seams/idle: Scheduler.on_idle(self)
     seams/prefix: Scheduler._add_request_to_queue(self req is_retracted)
     seams/prefix: Scheduler._release_aborted_request(self req)

@@ -5,8 +5,9 @@ interpreter up for microseconds at a time. A thread that waits for it wakes late
 its turn, which is due after five milliseconds, is put off each time: the receiver's answers took
 20 to 300 ms.
 
-Leans on `managers.scheduler.Scheduler.on_idle`, which is called where there is no batch, and on
-its `idle_sleeper`, which is None without `--sleep-on-idle`.
+Leans on `managers.scheduler.Scheduler.on_idle`, which is called where there is no batch; on its
+`idle_sleeper`, which is None without `--sleep-on-idle` and is not asked while requests wait; and
+on `_record_scheduler_state_for_paused_engine`, which a paused scheduler calls at each turn.
 """
 
 from __future__ import annotations
@@ -30,5 +31,11 @@ class Hosted:
 
 def give_way(_: None, scheduler: Any) -> None:
     """After `Scheduler.on_idle`."""
-    if Hosted.receiver and scheduler.idle_sleeper is None:
+    if Hosted.receiver and (scheduler.idle_sleeper is None or not scheduler.is_fully_idle()):
+        time.sleep(_SLEEP_S)
+
+
+def give_way_paused(_: None, _scheduler: Any) -> None:
+    """After `Scheduler._record_scheduler_state_for_paused_engine`."""
+    if Hosted.receiver:
         time.sleep(_SLEEP_S)

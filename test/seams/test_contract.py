@@ -101,7 +101,7 @@ managers.schedule_policy
     seams/prefix: PrefillAdder(can_run_list)
 managers.scheduler
     seams/early: Scheduler(is_generation page_size)
-    seams/idle: Scheduler(idle_sleeper)
+    seams/idle: Scheduler(idle_sleeper _prefill_decode_interval_remaining)
     seams/prefix: Scheduler(tree_cache waiting_queue disagg_prefill_bootstrap_queue chunked_req
         running_batch disagg_prefill_inflight_queue)
     seams/scheduler: Scheduler(mm_receiver idle_sleeper model_config)

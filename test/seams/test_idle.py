@@ -17,6 +17,7 @@ class Spinning:
     """The part of SGLang's scheduler that looks for requests where it does not sleep."""
 
     idle_sleeper = None
+    _prefill_decode_interval_remaining = 0
 
     def __init__(self) -> None:
         self.socket = zmq.Context.instance().socket(zmq.PULL)
@@ -54,12 +55,19 @@ def test_the_receiver_gets_its_turns_beside_an_idle_scheduler(monkeypatch) -> No
 @pytest.mark.parametrize("waits", [True, False])
 def test_who_sleeps(monkeypatch, here, sleeper, waits) -> None:
     slept: list[float] = []
-    scheduler = SimpleNamespace(idle_sleeper=sleeper, is_fully_idle=lambda: not waits)
+    scheduler = SimpleNamespace(
+        idle_sleeper=sleeper,
+        is_fully_idle=lambda: not waits,
+        _prefill_decode_interval_remaining=0,
+    )
     monkeypatch.setattr(idle.Hosted, "receiver", here)
     monkeypatch.setattr(idle, "time", SimpleNamespace(sleep=slept.append))
     idle.give_way(None, scheduler)
     # SGLang's own sleeper sleeps where no request waits.
     assert bool(slept) == (here and (sleeper is None or waits))
     slept.clear()
+    scheduler._prefill_decode_interval_remaining = 3
+    idle.give_way(None, scheduler)
+    assert not slept, "turns that SGLang counts"
     idle.give_way_paused(None, scheduler)
     assert bool(slept) == here

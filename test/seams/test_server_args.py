@@ -31,6 +31,8 @@ SERVED = {
     "is_embedding": False,
     "enable_tokenizer_batch_encode": False,
     "encoder_urls": ["http://encoder:30000"],
+    "device": "cpu",
+    "mm_feature_transport": None,
 }
 TOWER = SimpleNamespace(vision_config=SimpleNamespace(num_heads=16))
 GEMMA = "Gemma3ForConditionalGeneration"
@@ -256,6 +258,27 @@ NOT_LISTED = not_listed(GEMMA)
 def test_models_that_sglang_does_not_list_are_served(resolve, role):
     resolve(NOT_LISTED, **role)
     resolve("", **role)
+
+
+@pytest.mark.parametrize(
+    ("changes", "kept"),
+    [
+        ({}, False),
+        ({"device": "cpu"}, True),
+        ({"mm_feature_transport": "cuda_ipc"}, True),
+        ({"enable_adaptive_dispatch_to_encoder": True}, True),
+        (ENCODER, True),
+    ],
+    ids=["language", "CPU", "typed", "adaptive", "encoder"],
+)
+def test_language_servers_have_no_pool_for_features(resolve, sglang, monkeypatch, changes, kept):
+    declared: list[dict[str, str]] = []
+    overrides = sglang("arg_groups.overrides")
+    monkeypatch.setattr(
+        overrides, "declare_resolution", lambda _args, _source, **fields: declared.append(fields)
+    )
+    resolve("", model="Qwen3VLForConditionalGeneration", **{"device": "cuda", **changes})
+    assert declared == ([] if kept else [{"mm_feature_transport": "cpu"}])
 
 
 def test_each_server_of_a_process_has_a_run_of_its_own(resolve, monkeypatch):

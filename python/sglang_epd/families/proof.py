@@ -28,6 +28,8 @@ import msgspec
 import torch
 from PIL import Image
 
+from sglang_epd.device import device_of
+from sglang_epd.device.cuda import available
 from sglang_epd.errors import ConfigError, EpdError
 from sglang_epd.families.adapter import Adapter, constants_of
 from sglang_epd.families.expansion import Seen
@@ -64,8 +66,7 @@ def adapt(registered: Any, architecture: str, family: Family) -> Adapter:
     Raises:
         ConfigError: it cannot be split, and why.
     """
-    # In a thread, because SGLang's processors want an event loop of their own.
-    with ThreadPoolExecutor(1) as thread:
+    with _thread() as thread:
         adapter = Adapter(registered, family)
         reason = thread.submit(_reason_against, adapter, _prove_pictures).result()
         if reason is not None:
@@ -75,6 +76,12 @@ def adapt(registered: Any, architecture: str, family: Family) -> Adapter:
         logger.warning("%s is served without videos: %s", architecture, reason)
         adapter.refused[VIDEO] = reason
     return adapter
+
+
+def _thread() -> ThreadPoolExecutor:
+    """Where SGLang's processors run, which want an event loop of their own; on this process's
+    device, because they keep tensors of their first run."""
+    return ThreadPoolExecutor(1, initializer=device_of("cuda").bind if available() else None)
 
 
 class _CannotBeSplitError(Exception):
@@ -197,7 +204,7 @@ def prove_names(model: Any, adapter: Adapter, architecture: str) -> None:
     if fill_in is None:
         return
     refused = f"{architecture} cannot have its encoder apart"
-    with ThreadPoolExecutor(1) as thread:
+    with _thread() as thread:
         ours, theirs = thread.submit(_prompts, adapter).result()
     try:
         filled, inputs = _filled_in(fill_in, ours)

@@ -6,7 +6,8 @@ its turn, which is due after five milliseconds, is put off each time: the receiv
 20 to 300 ms.
 
 Leans on `managers.scheduler.Scheduler.on_idle`, which is called where there is no batch; on its
-`idle_sleeper`, which is None without `--sleep-on-idle` and is not asked while requests wait; and
+`idle_sleeper`, which is None without `--sleep-on-idle` and is not asked while requests wait, and
+its `_prefill_decode_interval_remaining`; and
 on `_record_scheduler_state_for_paused_engine`, which a paused scheduler calls at each turn.
 """
 
@@ -31,7 +32,10 @@ class Hosted:
 
 def give_way(_: None, scheduler: Any) -> None:
     """After `Scheduler.on_idle`."""
-    if Hosted.receiver and (scheduler.idle_sleeper is None or not scheduler.is_fully_idle()):
+    # It counts turns until the next prefill: those have no work, and are not to last.
+    if not Hosted.receiver or scheduler._prefill_decode_interval_remaining:
+        return
+    if scheduler.idle_sleeper is None or not scheduler.is_fully_idle():
         time.sleep(_SLEEP_S)
 
 

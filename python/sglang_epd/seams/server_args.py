@@ -1,7 +1,8 @@
 """Refuses combinations of flags that this package does not serve.
 
 Leans on `arg_groups.pd_disaggregation_hook.handle_encoder_disaggregation`, which
-SGLang calls while it resolves the flags: once for each server, in its launcher.
+SGLang calls while it resolves the flags: once for each server, in its launcher, before it
+resolves `--mm-feature-transport`.
 """
 
 from __future__ import annotations
@@ -51,7 +52,19 @@ def resolve(original: Any, server_args: Any) -> None:
             raise
         _check_family(server_args, architecture)
     check(server_args)
+    _keep_no_features(server_args)
     rundir.draw_run_id()
+
+
+def _keep_no_features(server_args: Any) -> None:
+    """No pool on the device for features that another server makes; SGLang takes 1 GiB and more
+    for them on some GPUs."""
+    from sglang.srt.arg_groups.overrides import declare_resolution, resolving_view
+
+    args = resolving_view(server_args)
+    whole = args.enable_adaptive_dispatch_to_encoder or not args.language_only
+    if args.device == "cuda" and not whole and server_args.mm_feature_transport is None:
+        declare_resolution(server_args, "sglang-epd", mm_feature_transport="cpu")
 
 
 def check(server_args: Any) -> None:

@@ -333,9 +333,13 @@ class Engine:
         """Succeeds unless the tower fails at everything."""
         if not self._alone:
             return  # one rank would wait for the others in a pass; all of them end in any case
-        # A failed batch leaves it, and the batch's halves may need it in other pieces.
-        self._device.empty_cache()
-        await asyncio.to_thread(self._device.synchronize)
+
+        def settle() -> None:
+            # A failed batch leaves it, and the batch's halves may need it in other pieces.
+            self._device.empty_cache()
+            self._device.synchronize()
+
+        await asyncio.to_thread(settle)
         if IMAGE in self.modalities:
             await self._run_own_picture()
 

@@ -62,6 +62,7 @@ def arms_of(which: str) -> list[Arm]:
         return first
     if which == "few":
         jpegs = [Arm("224", 8, team), *(Arm(size, 4, 1) for size in ("448", "1080p"))]
+        jpegs += [Arm("448", 8, 1)]
         return [*first, *jpegs, Arm("448", patches=8192), Arm("1080p", 8, team, kept=False)]
     ready = [Arm("448", patches=patches) for patches in (4096, 8192, 16_384, 32_768)]
     ready += [Arm("1080p", patches=patches) for patches in (8192, 16_384, 32_768)]

@@ -158,7 +158,7 @@ def ttft(bench: Bench, step: Step, *, model: str) -> None:
 
 
 def _cells(options: argparse.Namespace) -> list[Cell]:
-    """What requests have, of what was asked for."""
+    """The cells that were asked for."""
     sizes = ("448",) if options.device == "cpu" else ("1080p", "448")
     cells = [Cell(images, size) for size in sizes for images in (4, 1)]
     return [cell for cell in cells if not options.cells or str(cell) in options.cells]

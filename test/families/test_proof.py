@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -7,7 +8,7 @@ from PIL import Image
 
 from families.conftest import BOS, BREAK, FILM, MARK, OPEN, PAD
 from sglang_epd.errors import ConfigError, MediaError, MediaTypeError
-from sglang_epd.families import IN_TREE, Family, family_of
+from sglang_epd.families import IN_TREE, Family, family_of, proof
 from sglang_epd.families.expansion import Expansion, Part
 from sglang_epd.families.films import drawn
 from sglang_epd.families.proof import adapt
@@ -29,6 +30,29 @@ def prompts(mark: str) -> list[str]:
         f"\n{mark}\n{mark}\n\n",
         f"{BOS}{mark} {mark}",
     ]
+
+
+def test_processors_are_proven_on_this_processs_device(processor, monkeypatch):
+    """They keep tensors of their first run."""
+    bound: list[int] = []
+
+    class Here:
+        def bind(self) -> None:
+            bound.append(threading.get_ident())
+
+    ran: set[int] = set()
+    process = processor.process_mm_data_async
+
+    def noting(*arguments, **options):
+        ran.add(threading.get_ident())
+        return process(*arguments, **options)
+
+    monkeypatch.setattr(proof, "available", lambda: True)
+    monkeypatch.setattr(proof, "device_of", {"cuda": Here()}.get)
+    monkeypatch.setattr(processor, "process_mm_data_async", noting)
+    adapt(processor, ARCHITECTURE, Family())
+    assert ran
+    assert ran == set(bound)
 
 
 @pytest.mark.parametrize("prompt", prompts(MARK), ids=repr)

@@ -53,7 +53,9 @@ def test_the_receiver_gets_its_turns_beside_an_idle_scheduler(monkeypatch) -> No
 @pytest.mark.parametrize("here", [True, False])
 @pytest.mark.parametrize("sleeper", [None, SimpleNamespace()])
 @pytest.mark.parametrize("waits", [True, False])
-def test_who_sleeps(monkeypatch, here, sleeper, waits) -> None:
+def test_a_scheduler_sleeps_beside_the_receiver_where_nothing_runs(
+    monkeypatch, here, sleeper, waits
+) -> None:
     slept: list[float] = []
     scheduler = SimpleNamespace(
         idle_sleeper=sleeper,

@@ -261,24 +261,23 @@ def test_models_that_sglang_does_not_list_are_served(resolve, role):
 
 
 @pytest.mark.parametrize(
-    ("changes", "kept"),
+    ("typed", "transport"),
     [
-        ({}, False),
-        ({"device": "cpu"}, True),
-        ({"mm_feature_transport": "cuda_ipc"}, True),
-        ({"enable_adaptive_dispatch_to_encoder": True}, True),
-        (ENCODER, True),
+        ({"language_only": True}, "cpu"),
+        ({"language_only": True, "device": "cpu"}, "cuda_ipc"),
+        ({"language_only": True, "mm_feature_transport": "cuda_vmm"}, "cuda_vmm"),
+        ({"language_only": True, "enable_adaptive_dispatch_to_encoder": True}, "cuda_ipc"),
+        ({"encoder_only": True}, "cuda_ipc"),
     ],
     ids=["language", "CPU", "typed", "adaptive", "encoder"],
 )
-def test_language_servers_have_no_pool_for_features(resolve, sglang, monkeypatch, changes, kept):
-    declared: list[dict[str, str]] = []
+def test_language_servers_have_no_pool_for_features(sglang, typed, transport):
     overrides = sglang("arg_groups.overrides")
-    monkeypatch.setattr(
-        overrides, "declare_resolution", lambda _args, _source, **fields: declared.append(fields)
-    )
-    resolve("", model="Qwen3VLForConditionalGeneration", **{"device": "cuda", **changes})
-    assert declared == ([] if kept else [{"mm_feature_transport": "cpu"}])
+    record = sglang("server_args").ServerArgs(model_path="a", **{"device": "cuda", **typed})
+    if record.mm_feature_transport is None:  # as SGLang does for Qwen3-VL
+        overrides.declare_resolution(record, "model", mm_feature_transport="cuda_ipc")
+    server_args._keep_no_features(record)
+    assert overrides.resolving_view(record).mm_feature_transport == transport
 
 
 def test_each_server_of_a_process_has_a_run_of_its_own(resolve, monkeypatch):

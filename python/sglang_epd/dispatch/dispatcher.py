@@ -270,20 +270,18 @@ class Dispatcher:
     ) -> list[Failure]:
         """No encoder is left for these items: wait for one, then they begin anew."""
         now = time.monotonic()
-        until = run.deadline
         progress = [run.progress[item.item] for item in items]
         # For one of them at least.
         candidates = self._candidates(frozenset.intersection(*(one.faults for one in progress)))
         full = isinstance(reason, OverloadedError)
-        if full and candidates:
-            run.stranded_at = None
+        if full and not candidates:
+            full, reason = False, None  # those that were full are gone
+        if full:
+            run.stranded_at, until = None, run.deadline
         else:
-            if run.stranded_at is None:
-                run.stranded_at = now
-            until = min(run.stranded_at + self._patience.encoder_s, until)
-        # Those that were full may be gone by now.
-        known = reason if candidates or not full else None
-        nobody = known or UnavailableError(self._nobody())
+            run.stranded_at = run.stranded_at or now
+            until = min(run.stranded_at + self._patience.encoder_s, run.deadline)
+        nobody = reason or UnavailableError(self._nobody())
         complaint = self._pool.complaint()
         if complaint is not None or isinstance(reason, EncodeError) or now >= until:
             raise complaint or nobody
@@ -291,8 +289,8 @@ class Dispatcher:
         returns = max(one.returns for one in progress)
         wait: Callable[[float], Awaitable[None]] = self._pool.changed
         seconds = pause(returns, self._rng)
-        if known is not None and known.retry_after_s:
-            seconds = known.retry_after_s * (0.5 + self._rng.random() / 2)
+        if reason is not None and reason.retry_after_s:
+            seconds = reason.retry_after_s * (0.5 + self._rng.random() / 2)
         elif not candidates:
             seconds = until - now
         elif returns >= _HASTY_RETURNS and not full:

@@ -291,7 +291,7 @@ def load_processor(server_args: Any, model_config: Any) -> Any:
     if device.type == "cuda":
         here = copy.copy(server_args)
         here.base_gpu_id = device.index
-        # What SGLang notes beside the fields; among it that nobody may write to them.
+        # SGLang keeps its notes beside the fields, and the seal that forbids writing to these.
         vars(here).update(vars(server_args))
     with get_disagg().override(enable_adaptive_dispatch_to_encoder=False):
         MMReceiverBase._init_mm_processor(

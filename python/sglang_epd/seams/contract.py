@@ -27,6 +27,7 @@ _MOST_IMPORTS = 5
 _TABLE = """
 arg_groups.overrides
     encoder/towers and seams/server_args: model_config_of(server_args)
+    seams/server_args: declare_resolution(server_args source fields)
     seams/server_args: resolving_view(server_args)
 arg_groups.pd_disaggregation_hook
     plugin: handle_encoder_disaggregation(server_args)

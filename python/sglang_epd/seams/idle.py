@@ -2,8 +2,8 @@
 
 A scheduler that has nothing to run looks for requests again and again, and gives the
 interpreter up for microseconds at a time. A thread that waits for it wakes later than that, and
-its turn, which is due after five milliseconds, is put off each time: the receiver's answers took
-20 to 300 ms.
+its turn, which is due after five milliseconds, is put off each time. On an H100 answers of the
+receiver came 20 to 280 ms late (benchmark/results/gpu.md).
 
 Leans on `managers.scheduler.Scheduler.on_idle`, which is called where there is no batch; on its
 `idle_sleeper`, which is None without `--sleep-on-idle` and is not asked while requests wait, and
@@ -16,7 +16,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-# That a request may find the scheduler asleep for.
+# A request may find the scheduler asleep for so long.
 _SLEEP_S = 0.0001
 
 

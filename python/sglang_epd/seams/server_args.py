@@ -1,4 +1,5 @@
-"""Refuses combinations of flags that this package does not serve.
+"""Refuses combinations of flags that this package does not serve, and sets one that SGLang would
+set otherwise.
 
 Leans on `arg_groups.pd_disaggregation_hook.handle_encoder_disaggregation`, which
 SGLang calls while it resolves the flags: once for each server, in its launcher, before it
@@ -57,8 +58,8 @@ def resolve(original: Any, server_args: Any) -> None:
 
 
 def _keep_no_features(server_args: Any) -> None:
-    """No pool on the device for features that another server makes; SGLang takes 1 GiB and more
-    for them on some GPUs."""
+    """On a language server, take no memory of the device for features, which encoders make.
+    SGLang takes 1 GiB or more on some GPUs."""
     from sglang.srt.arg_groups.overrides import declare_resolution, resolving_view
 
     args = resolving_view(server_args)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import threading
 import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -81,6 +82,29 @@ class Apart(Engine):
         for place, item in zip(there.split(ROWS), items, strict=True):
             place.copy_(item.feature, non_blocking=True)
         return there * 2
+
+
+class Busy(LateDevice):
+    """Says in which threads it was waited for."""
+
+    def __init__(self) -> None:
+        super().__init__(0)
+        self.waited: list[str] = []
+
+    def empty_cache(self) -> None:
+        self.waited.append(threading.current_thread().name)
+        super().empty_cache()
+
+    def synchronize(self) -> None:
+        self.waited.append(threading.current_thread().name)
+        super().synchronize()
+
+
+async def test_a_probe_waits_for_the_device_beside_the_event_loop() -> None:
+    device = Busy()
+    await Apart(device)._probe()
+    assert len(device.waited) == 2
+    assert threading.main_thread().name not in device.waited
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import torch
 from torch.utils._pytree import tree_leaves
 
@@ -21,9 +20,6 @@ from sglang_epd.encoder.tower import Prepared
 
 # Torch keeps what was pinned, for the next items: a long video's patches stay as they are.
 PINNED_BYTES = 128 << 20
-# What one thread copies. A team of torch's spins after each copy: beside eight threads that
-# prepared pictures of 448 px on an H100 teams of two took 8 ms of processor time a picture.
-_ALONE_BYTES = 8 << 20
 
 
 def mark(prepared: Prepared, device: Device) -> Prepared:
@@ -58,9 +54,5 @@ def _pinned(feature: Any, device: Device) -> Any:
         return feature
     if not 0 < feature.nbytes <= PINNED_BYTES:
         return feature
-    pinned = device.pinned(feature.nbytes)
-    held = pinned.view(feature.dtype).view(feature.shape)
-    if feature.nbytes > _ALONE_BYTES or not feature.is_contiguous():
-        return held.copy_(feature)
-    np.copyto(pinned.numpy(), feature.view(-1).view(torch.uint8).numpy())
-    return held
+    held = device.pinned(feature.nbytes).view(feature.dtype).view(feature.shape)
+    return held.copy_(feature)

@@ -49,7 +49,10 @@ async def test_a_slow_store_is_a_miss_within_the_bound(fake, backend, counts: Co
     found = await asyncio.gather(*(store.find(key_of(n), "IMAGE") for n in range(20)))
     assert time.perf_counter() - began < 10.0
     assert found == [None] * 20
-    assert counts.reads == {"timeout": 8, "busy": 12}
+    # The others gave up by themselves or, on a machine that paused, when the store was given up.
+    assert counts.reads.pop("timeout") == 8
+    assert counts.reads.keys() <= {"busy", "skipped"}
+    assert counts.reads.total() == 12
     assert store.breakers["reads"].state is BreakerState.OPEN
 
 

@@ -209,8 +209,9 @@ async def _transfer(waiting: int, room: int = 2 * max(WAITING)) -> float:
     import torch
 
     from sglang_epd.transfer.control import Claims
+    from sglang_epd.transfer.delivery import Granted
     from sglang_epd.transfer.receiver import Receiver
-    from sglang_epd.transfer.sender import Granted, Sender
+    from sglang_epd.transfer.sender import Sender
     from sglang_epd.wire.messages import Expect, Offer, Settled
     from sglang_epd.wire.tensors import spec_bytes
 

@@ -44,7 +44,7 @@ from sglang_epd.errors import EpdError, OverloadedError, UnavailableError
 from sglang_epd.media import Account, FetchedMedia, MediaSource, digest
 from sglang_epd.observability.encoder import EncoderMetrics
 from sglang_epd.profile import EncoderCosts, TowerCosts, load_profile
-from sglang_epd.transfer.sender import Granted, Offered
+from sglang_epd.transfer.delivery import Granted, Offered
 from sglang_epd.wire.http import EncodeItem, EncodeReply, EncodeRequest, ReplyTo
 from sglang_epd.wire.messages import Grant, Inline, Layout, Offer, TensorSpec
 

@@ -36,9 +36,10 @@ import zmq
 from pages import machine
 
 from sglang_epd.transfer.control import Claims
+from sglang_epd.transfer.delivery import Granted
 from sglang_epd.transfer.mooncake import MooncakeEngine
 from sglang_epd.transfer.receiver import Receiver
-from sglang_epd.transfer.sender import Granted, Sender
+from sglang_epd.transfer.sender import Sender
 from sglang_epd.transfer.writers import RemoteWriter
 from sglang_epd.wire.messages import Arrived, AskPrefix, Expect, Layout, Offer, Settled, TensorSpec
 

@@ -16,7 +16,6 @@ import argparse
 import base64
 import contextlib
 import json
-import os
 import shutil
 import signal
 import subprocess
@@ -25,7 +24,6 @@ import tempfile
 import time
 import urllib.request
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
@@ -39,71 +37,37 @@ import photographs
 from checkpoints.families import SPECS
 from make_checkpoint import ensure
 from sglang_epd.cli.logs import FIRST_PHASE, PHASES
+from sglang_epd.cli.places import Place
 from sglang_epd.cli.processes import ServerError, ServerProcess, answers_ok, free_port, stop_all
+from sglang_epd.cli.topology import Fleet, Shape, plan
 from sglang_epd.errors import ConfigError
 from sglang_epd.profile import load_profile
 
-_HOST = "127.0.0.1"
 
-
-@dataclass(frozen=True)
-class Fleet:
-    """The servers of a demo.
-
-    Attributes:
-        servers: all of them, in the order in which they are named to the user.
-        encoder_url: base URL of the encoder.
-        api_url: base URL that takes chat completions.
-    """
-
-    servers: list[ServerProcess]
-    encoder_url: str
-    api_url: str
-
-
-def plan_fleet(checkpoint: Path, logs: Path, *, pd: bool) -> Fleet:
-    """Describe the servers without starting them.
+def planned(checkpoint: Path, **shape: int) -> Fleet:
+    """The servers, by the plan of `sglang-epd up`.
 
     Args:
-        checkpoint: the model's folder.
-        logs: folder for the servers' logs.
-        pd: whether prefill and decode are servers of their own, behind a router.
+        shape: how many of each kind.
+
+    Raises:
+        SystemExit: the numbers make no topology.
     """
-    # Nothing is looked up on a hub: the checkpoint is complete.
-    env = os.environ | {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
-    servers: list[ServerProcess] = []
+    try:
+        return plan(Shape(str(checkpoint), **shape), free_port, lambda _devices: Place())
+    except ConfigError as error:
+        raise SystemExit(str(error)) from error
 
-    def add(name: str, module: str, *arguments: str) -> str:
-        port = free_port()
-        command = [sys.executable, "-m", module, "--port", str(port), *arguments]
-        url = f"http://{_HOST}:{port}"
-        log_path = logs / f"{name}.log"
-        servers.append(
-            ServerProcess(name, command, log_path=log_path, ready_url=f"{url}/health", env=env)
-        )
-        return url
 
-    def add_sglang(name: str, *arguments: str) -> str:
-        return add(name, "sglang.launch_server", "--model-path", str(checkpoint), *arguments)
-
-    encoder = add_sglang("encoder", "--encoder-only")
-    language = ("--language-only", "--encoder-urls", encoder)
-    if not pd:
-        return Fleet(servers, encoder, add_sglang("language", *language))
-    bootstrap = str(free_port())
-    prefill = add_sglang(
-        "prefill",
-        *language,
-        *("--disaggregation-mode", "prefill", "--disaggregation-bootstrap-port", bootstrap),
-    )
-    decode = add_sglang("decode", "--disaggregation-mode", "decode")
-    router = add(
-        "router",
-        "sglang_router.launch_router",
-        *("--pd-disaggregation", "--mini-lb", "--host", _HOST),
-        *("--prefill", prefill, bootstrap, "--decode", decode),
-    )
-    return Fleet(servers, encoder, router)
+@contextlib.contextmanager
+def up(servers: list[ServerProcess], timeout_s: float) -> Iterator[None]:
+    """All servers, the router last: it asks the others about themselves as it starts."""
+    routers = [server for server in servers if server.name == "router"]
+    others = [server for server in servers if server not in routers]
+    with contextlib.ExitStack() as stack:
+        for each in filter(None, (others, routers)):
+            stack.enter_context(running(each, timeout_s))
+        yield
 
 
 @contextlib.contextmanager
@@ -212,9 +176,9 @@ def _identity(item: dict) -> tuple[object, object]:
 
 
 def _encoded(fleet: Fleet) -> list[dict]:
-    """What the encoder did lately, oldest first."""
+    """What the encoder, which is the first server, did lately, oldest first."""
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    with opener.open(f"{fleet.encoder_url}/v1/recent", timeout=10) as response:
+    with opener.open(f"{fleet.servers[0].url}/v1/recent", timeout=10) as response:
         return list(json.load(response))
 
 
@@ -262,11 +226,13 @@ def main() -> int:
     print(f"Making the checkpoint {name}", flush=True)
     checkpoint = ensure(name)
     logs = Path(tempfile.mkdtemp(prefix="sglang-epd-demo-"))
-    fleet = plan_fleet(checkpoint, logs, pd=options.pd)
+    apart = {"prefill": 1, "decode": 1} if options.pd else {"language": 1}
+    fleet = planned(checkpoint, **apart)
+    servers = demo_emulated.processes_of(fleet, logs)
     print("Its weights are random: what it says of an image depends on it, but means nothing")
-    print(f"Starting {len(fleet.servers)} servers; their logs are in {logs}", flush=True)
+    print(f"Starting {len(servers)} servers; their logs are in {logs}", flush=True)
     try:
-        with running(fleet.servers, options.timeout):
+        with up(servers, options.timeout):
             ask(fleet, name, "What is in this photograph?", ["coffee"])
             side_by_side = ["astronaut", "rocket", "cat"]
             ask(fleet, name, "What do these have in common?", side_by_side)
@@ -290,16 +256,13 @@ def emulated(options: argparse.Namespace) -> int:
     small = "tiny-qwen2_5-vl" if pixels.patch_px == 14 else "tiny-qwen3-vl"
     checkpoint = ensure(options.checkpoint or small)
     logs = Path(tempfile.mkdtemp(prefix="sglang-epd-demo-"))
-    fleet = demo_emulated.fleet_of(options, checkpoint)
-    servers = demo_emulated.processes_of(fleet, options, logs)
-    routers = [server for server in servers if server.name == "router"]
-    others = [server for server in servers if server not in routers]
+    fleet = planned(checkpoint, encoders=options.encoders, language=options.language)
+    dilation = f"{options.dilate:g}"
+    emulation = {"SGLANG_EPD_EMULATE": options.emulate, "SGLANG_EPD_EMULATE_DILATE": dilation}
+    servers = demo_emulated.processes_of(fleet, logs, emulation)
     print(f"Starting {len(servers)} servers; their logs are in {logs}", flush=True)
     try:
-        with contextlib.ExitStack() as up:
-            up.enter_context(running(others, options.timeout))
-            if routers:  # it asks its servers about themselves as it starts
-                up.enter_context(running(routers, options.timeout))
+        with up(servers, options.timeout):
             demo_emulated.show(fleet, options, checkpoint, logs)
     except ServerError as error:
         print(f"\n{error}", file=sys.stderr)

@@ -11,17 +11,16 @@ import sys
 import time
 import urllib.request
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
-from sglang_epd.cli.places import Place
-from sglang_epd.cli.processes import ServerProcess, free_port
-from sglang_epd.cli.topology import Fleet, Shape, plan
-from sglang_epd.errors import ConfigError
+from sglang_epd.cli.processes import ServerProcess
+from sglang_epd.cli.topology import Fleet
 
 # Requests a second, of the emulated machines' time, and their number.
 _RATE, _REQUESTS = 4.0, 32
@@ -55,27 +54,16 @@ class Counted:
         return Counted(spent, overrun_s, passes, self.items - before.items)
 
 
-def fleet_of(options: argparse.Namespace, checkpoint: Path) -> Fleet:
-    """The servers, by the plan of `sglang-epd up`.
+def processes_of(
+    fleet: Fleet, logs: Path, more: Mapping[str, str] = MappingProxyType({})
+) -> list[ServerProcess]:
+    """The servers' processes, not started, in the fleet's order.
 
-    Raises:
-        SystemExit: the numbers make no topology.
+    Args:
+        more: of their environment.
     """
-    try:
-        shape = Shape(str(checkpoint), encoders=options.encoders, language=options.language)
-    except ConfigError as error:
-        raise SystemExit(str(error)) from error
-    return plan(shape, free_port, lambda _devices: Place())
-
-
-def processes_of(fleet: Fleet, options: argparse.Namespace, logs: Path) -> list[ServerProcess]:
-    """The servers' processes, not started, in the fleet's order."""
-    env = os.environ | {
-        "HF_HUB_OFFLINE": "1",
-        "TRANSFORMERS_OFFLINE": "1",
-        "SGLANG_EPD_EMULATE": options.emulate,
-        "SGLANG_EPD_EMULATE_DILATE": f"{options.dilate:g}",
-    }
+    # Nothing is looked up on a hub: the checkpoint is complete.
+    env = {**os.environ, "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", **more}
     return [
         ServerProcess(
             server.name,

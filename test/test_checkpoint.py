@@ -25,6 +25,7 @@ NAME = "acme/tiny-vl"
 PROCESSOR = ["preprocessor_config.json", "video_preprocessor_config.json"]
 WHOLE = "model.safetensors"
 OPTIONS = "--mm-process-config"
+TOKENIZER = "--tokenizer-path"
 PROCESSING = [{}, {"image": {"max_pixels": 50176}}, {"image": {"max_pixels": 100352}}]
 
 
@@ -61,6 +62,11 @@ def in_two_files(folder: Path) -> None:
     (folder / f"{WHOLE}.index.json").write_text(json.dumps({"weight_map": places}))
 
 
+def preprocessed_otherwise(folder: Path) -> None:
+    config = folder / "preprocessor_config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "image_mean": [0.0, 0.0, 0.0]}))
+
+
 # What revisions of the repository differ by.
 REVISIONS = {
     "main": with_what_nobody_needs,
@@ -68,7 +74,9 @@ REVISIONS = {
     "torch": saved_by_torch,
     "spoilt-torch": lambda folder: (spoilt(folder), saved_by_torch(folder)),
     "two": in_two_files,
+    "preprocessed": preprocessed_otherwise,
 }
+TOKENIZERS = ["spoilt", "preprocessed"]
 
 
 class Found:
@@ -90,6 +98,7 @@ class Found:
             ["--model-path", NAME],
             ["--model-path", self.plain, "--load-format", "dummy"],
             ["--model-path", self.plain, "--quantization", "fp8"],
+            *(["--model-path", self.plain, TOKENIZER, str(root / other)] for other in TOKENIZERS),
             *(["--model-path", self.plain, OPTIONS, json.dumps(one)] for one in PROCESSING),
         ]
         hub = Hub({NAME: {revision: root / revision for revision in REVISIONS}})
@@ -103,6 +112,9 @@ class Found:
 
     def __call__(self, model: str, *flags: str) -> dict[str, Any]:
         return dict(self._found[("--model-path", model, *flags)])
+
+    def with_tokenizer_of(self, revision: str) -> dict[str, Any]:
+        return self(self.plain, TOKENIZER, str(self._root / revision))
 
     def folder(self, revision: str) -> dict[str, Any]:
         return self(str(self._root / revision))
@@ -166,3 +178,10 @@ def test_options_for_the_processing_of_media_make_another(found):
     assert none["namespace"] == plain
     assert "/float32+mm-process-config/" in small["namespace"]
     assert len({plain, small["namespace"], large["namespace"]}) == 3
+
+
+def test_the_processor_is_that_of_the_tokenizers_path(found):
+    plain = found(found.plain)["namespace"]
+    assert found.with_tokenizer_of("spoilt")["namespace"] == plain
+    otherwise = found.with_tokenizer_of("preprocessed")["namespace"]
+    assert otherwise == found.folder("preprocessed")["namespace"] != plain

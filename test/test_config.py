@@ -41,6 +41,19 @@ def test_variables_are_read_by_their_types():
     )
 
 
+def test_kubernetes_words_for_services_are_no_settings():
+    """Of a service `sglang-epd-router`, and of one `sglang-epd`."""
+    links = {
+        f"SGLANG_EPD{name}{word}": "tcp://10.0.0.1:80"
+        for name in ("", "_ROUTER")
+        for word in ("_SERVICE_HOST", "_SERVICE_PORT", "_SERVICE_PORT_HTTP", "_PORT")
+    }
+    links["SGLANG_EPD_ROUTER_PORT_80_TCP_ADDR"] = "10.0.0.1"
+    assert Settings.from_env(links | {"SGLANG_EPD_TOKEN": "secret"}) == Settings(token="secret")
+    with pytest.raises(ConfigError, match="SGLANG_EPD_STORE_PORT"):
+        Settings.from_env(links | {"SGLANG_EPD_STORE_PORT": "80"})
+
+
 @pytest.mark.parametrize(
     ("env", "request_s", "encoder_s"),
     [

@@ -202,7 +202,6 @@ def rows(gaps: dict[str, Gaps]) -> list[list[str]]:
     return found
 
 
-_TITLES = ("beside one server", "compared", "first token, max", "mean", "all, max", "mean")
 _SHOWN = ("first_max", "first_mean", "max", "mean")
 
 

@@ -45,7 +45,8 @@ class Checkpoint:
     """The parts of a checkpoint's configuration that tell its towers from others.
 
     Args:
-        configs: parsed JSON files by name; a file that the checkpoint lacks has no entry.
+        configs: parsed JSON files by name, those of the processor from `--tokenizer-path`; a
+            file that is not there has no entry.
         weights: the files that SGLang loads; None where weights are random
             (`--load-format dummy`).
         quantization: `--quantization` where SGLang makes the weights smaller as it loads them,
@@ -79,7 +80,7 @@ def served(*, whole: bool = False) -> Checkpoint:
         ConfigError: `--model-path` is neither a folder nor a name on a hub.
         OSError, RuntimeError: the files are not there, or the hub does not give them.
     """
-    from sglang.srt.runtime_context import get_model
+    from sglang.srt.runtime_context import get_model, get_serving
     from transformers.utils import cached_file
 
     model = get_model()
@@ -94,9 +95,10 @@ def served(*, whole: bool = False) -> Checkpoint:
     configs = {}
     # A file that cannot be had, for want of a network or at all, was not read by SGLang's
     # processor either, which is made before: it keeps in the same cache what it reads.
+    processor = get_serving().tokenizer_path or path
     for name in (CONFIG, *PROCESSOR_CONFIGS):
         found = cached_file(
-            path,
+            path if name == CONFIG else processor,
             name,
             revision=revision,
             _raise_exceptions_for_missing_entries=False,

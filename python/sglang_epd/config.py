@@ -207,13 +207,14 @@ class Settings(Struct, frozen=True, kw_only=True):
             ConfigError: an unknown variable or a value out of range, by name.
         """
         told, known = os.environ if env is None else env, variables()
+        links = _service_links(told)
         values: dict[str, Any] = {}
         if theirs := told.get(_SGLANGS_TIMEOUT):
             values["request_timeout_s"] = _read(
                 _SGLANGS_TIMEOUT, theirs, known["SGLANG_EPD_REQUEST_TIMEOUT_S"].type
             )
         for name, raw in told.items():
-            if not name.startswith(PREFIX) or name in _OTHER:
+            if not name.startswith(PREFIX) or name in _OTHER or name.startswith(links):
                 continue
             if name not in known:
                 raise ConfigError(
@@ -232,6 +233,13 @@ class Settings(Struct, frozen=True, kw_only=True):
 def variables() -> dict[str, FieldInfo]:
     """The settings by their names in the environment, in their order."""
     return {f"{PREFIX}{one.name.upper()}": one for one in fields(Settings)}
+
+
+def _service_links(env: Mapping[str, str]) -> tuple[str, ...]:
+    """The beginnings of the names that Kubernetes gives each container for a service, as
+    `sglang-epd-router`: `…_SERVICE_HOST`, `…_SERVICE_PORT`, `…_PORT_80_TCP`."""
+    services = [name.removesuffix("_HOST") for name in env if name.endswith("_SERVICE_HOST")]
+    return tuple(each for one in services for each in (one, f"{one.removesuffix('SERVICE')}PORT"))
 
 
 def bounds(hint: Any) -> Meta:

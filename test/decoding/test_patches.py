@@ -13,12 +13,12 @@ import pytest
 from decoding import attacks
 from decoding.test_pictures import GOOD, LARGE, MARGIN, SLOW, image, nothing_is_held
 from decoding.trees import Watch
-from media.samples import encoded
+from media.samples import decode_image, encoded
 from media.samples import picture as noise
 from sglang_epd.decoding import Decoders
 from sglang_epd.decoding.messages import Cut
 from sglang_epd.errors import DeadlineError, EpdError, MediaError
-from sglang_epd.media import MediaLimits, decode_image
+from sglang_epd.media import MediaLimits
 
 CUT = Cut(16, 2, 65_536, 16_777_216)
 

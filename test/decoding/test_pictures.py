@@ -17,7 +17,7 @@ from PIL import Image
 from decoding import attacks
 from decoding.conftest import Make
 from decoding.trees import Watch
-from media.samples import encoded
+from media.samples import decode_image, encoded
 from media.samples import picture as noise
 from media.test_decode import SAMPLES
 from sglang_epd.decoding import Decoders
@@ -29,7 +29,7 @@ from sglang_epd.errors import (
     MediaTooLargeError,
     RequestCancelledError,
 )
-from sglang_epd.media import MediaLimits, decode_image
+from sglang_epd.media import MediaLimits
 
 GOOD = encoded(noise(200, 150), "JPEG")
 # Takes seconds.

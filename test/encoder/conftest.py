@@ -15,14 +15,14 @@ from sglang_epd.cache import EmbeddingCache, UrlMemory
 from sglang_epd.encoder.admission import Admission
 from sglang_epd.encoder.pipeline.computations import Computations
 from sglang_epd.encoder.pipeline.scheduling import BatchBounds
-from sglang_epd.encoder.service import Delivery, EncoderService, Room
+from sglang_epd.encoder.service import EncoderService, Room
 from sglang_epd.encoder.tower import Prepared
 from sglang_epd.encoder.urls import UrlReader
 from sglang_epd.errors import EpdError
 from sglang_epd.media import Account, FetchedMedia, MediaFetcher, MediaLimits, MediaSource, digest
 from sglang_epd.observability.encoder import EncoderMetrics
 from sglang_epd.spans import OFF, Span
-from sglang_epd.transfer.sender import Granted, GrantLostError, Offered
+from sglang_epd.transfer.delivery import Delivery, Granted, GrantLostError, Offered
 from sglang_epd.wire.http import EncodeItem, EncodeReply, EncodeRequest, ReplyTo
 from sglang_epd.wire.messages import Decline, Grant, Inline, Layout, Offer, TensorSpec, Wait
 

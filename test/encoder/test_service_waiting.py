@@ -14,9 +14,10 @@ import torch
 from sglang_epd.errors import OverloadedError
 from sglang_epd.transfer.arena import Arena
 from sglang_epd.transfer.control import Claims
+from sglang_epd.transfer.delivery import Offered
 from sglang_epd.transfer.extents import ALIGNMENT
 from sglang_epd.transfer.receiver import Receiver
-from sglang_epd.transfer.sender import Offered, Sender
+from sglang_epd.transfer.sender import Sender
 from sglang_epd.wire.http import ReplyTo
 from sglang_epd.wire.messages import Expect, Offer, Settled
 from waiting import until

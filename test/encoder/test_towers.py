@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from make_checkpoint import ensure
-from sglang_epd.encoder.towers import share_of_cores
+from sglang_epd.encoder import towers
+from sglang_epd.encoder.towers import share_of_cores, undrawn
 from sglang_epd.errors import ConfigError
 
 HERE = Path(__file__).parent
@@ -43,6 +44,13 @@ def said_of(name: str, printed: str) -> str:
 def reference(start):
     """The engine in the server's own process."""
     return start()
+
+
+def test_towers_are_given_a_port_each(monkeypatch):
+    """Each is free when it is drawn, until the first of their workers binds it."""
+    monkeypatch.setattr(towers, "_drawn", set())
+    free = iter([23001, 23001, 23002, 23001, 23003])
+    assert [undrawn(lambda: next(free)) for _ in range(3)] == [23001, 23002, 23003]
 
 
 @pytest.mark.servers

@@ -13,6 +13,7 @@ from aiohttp import web
 from PIL import Image
 
 from sglang_epd.media import MediaLimits
+from sglang_epd.media.decode import open_image, read_image
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 # Starts a server on 127.0.0.1 that answers any path by one handler; gives its URL.
@@ -27,6 +28,10 @@ def local_limits(**changes: object) -> MediaLimits:
 
 def in_seconds(seconds: float) -> float:
     return time.monotonic() + seconds
+
+
+def decode_image(data: bytes, limits: MediaLimits) -> Image.Image:
+    return read_image(*open_image(BytesIO(data), limits), limits)
 
 
 def picture(width: int = 40, height: int = 30, mode: str = "RGB") -> Image.Image:

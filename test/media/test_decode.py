@@ -16,9 +16,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from media.samples import encoded, picture
+from media.samples import decode_image, encoded, picture
 from sglang_epd.errors import MediaError, MediaTooLargeError
-from sglang_epd.media import MediaLimits, decode_image
+from sglang_epd.media import MediaLimits
 
 LIMITS = MediaLimits()
 

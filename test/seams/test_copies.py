@@ -42,9 +42,10 @@ from sglang_epd.seams import staging
 from sglang_epd.transfer import arena as arena_module
 from sglang_epd.transfer.arena import Arena
 from sglang_epd.transfer.control import Claims
+from sglang_epd.transfer.delivery import Offered
 from sglang_epd.transfer.mooncake import MooncakeEngine
 from sglang_epd.transfer.receiver import Receiver
-from sglang_epd.transfer.sender import Offered, Sender
+from sglang_epd.transfer.sender import Sender
 from sglang_epd.transfer.writers import RemoteWriter
 from sglang_epd.wire.http import EncodeItem, EncodeRequest, ReplyTo
 from sglang_epd.wire.messages import Expect, Layout, Offer, TensorSpec

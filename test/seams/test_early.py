@@ -125,11 +125,12 @@ def parts_of(flags, monkeypatch):
         elsewhere: range = range(0),
         switches: bool = False,
         preempts: bool = False,
+        mode: str = "null",
         **parallel: Any,
     ) -> Any:
         monkeypatch.setenv("SGLANG_EPD_PREFILL_EARLY", asked)
         flags(
-            disagg={"enable_pd_role_switch": switches},
+            disagg={"enable_pd_role_switch": switches, "disaggregation_mode": mode},
             memory={"disable_radix_cache": False},
             observability={"enable_metrics": False},
             parallel={"pp_size": 1, "pp_rank": 0, "attn_dp_enabled": False, **parallel},
@@ -165,6 +166,16 @@ def test_no_part_throws_others_out_of_their_batch(parts_of, preempts):
 def test_all_stages_prefill_parts_or_none(parts_of, off, pp_rank):
     assert parts_of(pp_size=2, pp_rank=pp_rank) is not None
     assert parts_of(pp_size=2, pp_rank=pp_rank, **off) is None
+
+
+@pytest.mark.parametrize(
+    ("asked", "mode", "some"),
+    [("auto", "null", False), ("auto", "prefill", True), ("on", "null", True)],
+)
+def test_no_part_stops_what_other_replicas_decode(parts_of, asked, mode, some):
+    """With attention of its own each steps with all others, of which it sees nothing."""
+    assert (parts_of(asked, mode=mode, attn_dp_enabled=True) is not None) == some
+    assert parts_of(asked, mode=mode) is not None
 
 
 def test_the_first_stage_alone_decides_and_tells_the_others(parts_of):

@@ -48,7 +48,7 @@ def test_our_spans_are_parts_of_sglangs(recorded):
     sglangs = recorded.provider.get_tracer("SGLang").start_span("Req")
     request = traced(trace.set_span_in_context(sglangs))
     tracing.span_of(request).child("epd_assemble").end()
-    tracing.span_of_state(request).child("epd_media").end()
+    tracing.span_of(request).child("epd_media").end()
     sglangs.end()
     for name in ("epd_assemble", "epd_media"):
         assert is_part_of(recorded.only(name), recorded.only("Req"))
@@ -65,7 +65,7 @@ def test_our_spans_are_parts_of_sglangs(recorded):
 )
 def test_who_is_not_traced_has_none(request_):
     assert tracing.span_of(request_) is OFF
-    assert tracing.span_of_state(None) is OFF
+    assert tracing.span_of(None) is OFF
     assert tracing.resume("") is OFF
 
 

@@ -22,8 +22,9 @@ from sglang_epd.transfer import gate
 from sglang_epd.transfer import receiver as receiver_module
 from sglang_epd.transfer.arena import Arena
 from sglang_epd.transfer.control import Claims
+from sglang_epd.transfer.delivery import GrantLostError
 from sglang_epd.transfer.receiver import Receiver
-from sglang_epd.transfer.sender import GrantLostError, Sender
+from sglang_epd.transfer.sender import Sender
 from sglang_epd.wire import messages as wire
 from sglang_epd.wire.tensors import spec_bytes, tensor_frame
 

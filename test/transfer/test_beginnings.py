@@ -9,9 +9,10 @@ from collections.abc import AsyncIterator
 import pytest
 import torch
 
+from sglang_epd.transfer.delivery import Granted, GrantLostError
 from sglang_epd.transfer.mooncake import MooncakeEngine
 from sglang_epd.transfer.receiver import Receiver
-from sglang_epd.transfer.sender import Granted, GrantLostError, Sender
+from sglang_epd.transfer.sender import Sender
 from sglang_epd.transfer.writers import RemoteWriter
 from sglang_epd.wire import messages as wire
 from transfer.conftest import EMBEDDING, LAYOUT, PATIENCE_S, Scheduler, SlowWriter, soon

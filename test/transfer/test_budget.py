@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from sglang_epd.transfer.sender import Granted, Sender
+from sglang_epd.transfer.delivery import Granted
+from sglang_epd.transfer.sender import Sender
 from sglang_epd.wire.messages import Expect, Layout, Offer, TensorSpec
 from transfer.conftest import PATIENCE_S, Scheduler, soon
 from transfer.receiver_process import MIB, forget_peak, peak, receiver_process

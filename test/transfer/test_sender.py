@@ -18,8 +18,9 @@ from sglang_epd.errors import DeadlineError, EncodeError, ProtocolError, Unavail
 from sglang_epd.transfer import host
 from sglang_epd.transfer import sender as sender_module
 from sglang_epd.transfer.arena import Arena
+from sglang_epd.transfer.delivery import Granted, GrantLostError
 from sglang_epd.transfer.receiver import Receiver
-from sglang_epd.transfer.sender import Granted, GrantLostError, Sender
+from sglang_epd.transfer.sender import Sender
 from sglang_epd.wire import messages as wire
 from transfer.conftest import BUDGET, FULL, PATIENCE_S, SlowWriter, soon
 

@@ -159,7 +159,7 @@ class Decoding:
         self._decoders.budget.stop(self._charge)
 
     def image(self, data: bytes) -> Image.Image:
-        """A picture, RGB: the pixels of `media.decode_image`."""
+        """A picture, RGB: the pixels of `media.decode`."""
         size, pixels = self._picture(data, None)
         return picture(pixels, size).copy()
 

@@ -18,11 +18,9 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import AbstractAsyncContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
-
-import torch
+from typing import Any
 
 from sglang_epd import logs
 from sglang_epd.encoder.admission import Admission
@@ -42,7 +40,7 @@ from sglang_epd.media import MediaSource, check_content_hash
 from sglang_epd.namespace import embedding_key
 from sglang_epd.observability.encoder import EncoderMetrics
 from sglang_epd.spans import OFF, Span
-from sglang_epd.transfer.sender import Granted, GrantLostError, Offered, Sender
+from sglang_epd.transfer.delivery import Delivery, Granted, GrantLostError, Offered
 from sglang_epd.wire.http import EncodeItem, EncodeReply, EncodeRequest, ItemOutcome
 from sglang_epd.wire.messages import Decline, Offer
 from sglang_epd.wire.tensors import spec_bytes
@@ -51,20 +49,6 @@ logger = logging.getLogger(__name__)
 
 _RECENT = 256
 _RETRY_AFTER_S = (1.0, 30.0)
-
-
-class Delivery(Protocol):
-    """How embeddings leave: a `Sender`, or whatever is in its place."""
-
-    def offer(self, endpoint: str, offer: Offer) -> AbstractAsyncContextManager[Offered]: ...
-
-    async def begin(
-        self, endpoint: str, granted: Granted, embedding: torch.Tensor, rows: int, timeout_s: float
-    ) -> None: ...
-
-    async def deliver(
-        self, endpoint: str, granted: Granted, embedding: torch.Tensor, timeout_s: float
-    ) -> str: ...
 
 
 class Room:
@@ -135,7 +119,7 @@ class EncoderService:
         *,
         computations: Computations,
         urls: UrlReader,
-        sender: Sender,
+        sender: Delivery,
         admission: Admission,
         metrics: EncoderMetrics,
         namespace: str,

@@ -42,7 +42,7 @@ from sglang_epd.errors import (
     from_code,
 )
 from sglang_epd.media import EscapeBudget, MediaSource, parse_source
-from sglang_epd.transfer.sender import Granted, Offered
+from sglang_epd.transfer.delivery import Granted, Offered
 from sglang_epd.wire.http import EncodeItem, EncodeRequest, ItemOutcome, ReplyTo
 from sglang_epd.wire.messages import Grant, Inline, Offer
 from sglang_epd.wire.urls import host_port

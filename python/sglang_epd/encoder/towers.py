@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -32,6 +32,8 @@ from sglang_epd.media import MediaLimits
 _FACTORY = f"{__name__}:create"
 _BINDING = "SGLANG_CPU_OMP_THREADS_BIND"
 _THREADS = "OMP_NUM_THREADS"
+# Ports that towers of this process were given.
+_drawn: set[int] = set()
 
 
 async def start_towers(
@@ -131,9 +133,10 @@ def starts_of(
     from sglang.srt.utils.common import maybe_reindex_device_id
     from sglang.srt.utils.network import NetworkAddress
 
-    port = PortArgs.init_new(server_args).nccl_port
     if server_args.nccl_port is not None:
-        port += tower
+        port = server_args.nccl_port + tower
+    else:
+        port = undrawn(lambda: PortArgs.init_new(server_args).nccl_port)
     rendezvous = NetworkAddress("127.0.0.1", port).to_tcp()
     ranks = get_parallel().tp_size
     places = get_parallel().dp_size * ranks
@@ -160,6 +163,15 @@ def starts_of(
         }
         made.append(Rank(options, env))
     return made
+
+
+def undrawn(draw: Callable[[], int]) -> int:
+    """A random port that no other tower of this process was given: a worker binds its own some
+    seconds after it was found free."""
+    while (port := draw()) in _drawn:
+        pass
+    _drawn.add(port)
+    return port
 
 
 def _typed(server_args: Any, ranks: int) -> dict[str, Any]:

@@ -14,7 +14,6 @@ from sglang_epd.media.container import (
     check_frames_read,
     check_video,
 )
-from sglang_epd.media.decode import decode_image
 from sglang_epd.media.fetch import MediaFetcher
 from sglang_epd.media.fetcher import FetchedMedia, Fetcher, reading_until
 from sglang_epd.media.fetching import FetchingProcess
@@ -50,7 +49,6 @@ __all__ = [
     "check_content_hash",
     "check_frames_read",
     "check_video",
-    "decode_image",
     "digest",
     "display",
     "image_size",

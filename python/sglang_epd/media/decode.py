@@ -2,7 +2,7 @@
 
 SGLang opens, loads and, unless the mode is RGB already, converts to RGB: the alpha
 channel is dropped, not blended, and an EXIF orientation is not applied (TIFF is the
-exception: Pillow itself applies it while loading). `decode_image` does exactly that,
+exception: Pillow itself applies it while loading). `open_image` and `read_image` do that,
 behind bounds on a header's claims. The process that decodes bounds memory and time beyond
 that (`decoding`).
 """
@@ -30,22 +30,6 @@ _MAX_JPEG_SCANS = 100
 _JPEG_MARKER = re.compile(rb"\xff[\x02-\xcf\xd8-\xfe]")
 # Registers the formats. Doing it here keeps worker threads from racing to do it.
 Image.init()
-
-
-def decode_image(data: bytes, limits: MediaLimits) -> Image.Image:
-    """Decode an image, of an animation the first frame; `open_image` and `read_image` in one.
-
-    Args:
-        data: an image file's bytes: PNG, JPEG, WebP, GIF, BMP, TIFF, AVIF, JPEG 2000.
-
-    Returns:
-        A loaded image of mode RGB.
-
-    Raises:
-        MediaTooLargeError: it has more bytes or pixels than allowed; no pixel was decoded.
-        MediaError: it is not an image, truncated or damaged.
-    """
-    return read_image(*open_image(io.BytesIO(data), limits), limits)
 
 
 def open_image(file: BinaryIO, limits: MediaLimits) -> tuple[ImageFile.ImageFile, str]:

@@ -2,7 +2,7 @@
 pixels, for the queue of an encoder.
 
 For estimates: it looks at a few numbers, decodes nothing, allocates nothing, and takes
-microseconds for any input. `decode_image` decides what an image is.
+microseconds for any input. `decode.open_image` decides what an image is.
 """
 
 from __future__ import annotations

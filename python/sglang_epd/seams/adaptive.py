@@ -128,7 +128,7 @@ class Adaptive:
         Raises:
             ValueError: the media cannot be read; SGLang answers 400 with the message.
         """
-        prompts = [prompt for prompt in _prompts(obj) if prompt.contains_mm_input()]
+        prompts = with_media(obj)
         try:
             items = {prompt.rid: self._plan(prompt) for prompt in prompts}
         except MediaError as error:
@@ -299,6 +299,11 @@ class Adaptive:
             level = logging.WARNING if forced else logging.INFO
             logger.log(level, "Encoding of media: %s (%s)", where, why)
         self._forced = forced
+
+
+def with_media(obj: Any) -> list[Any]:
+    """The prompts of a request that have media."""
+    return [prompt for prompt in _prompts(obj) if prompt.contains_mm_input()]
 
 
 def _prompts(obj: Any) -> list[Any]:

@@ -7,7 +7,6 @@ server with an EPD role (`hooks.require`), can tell before anything starts.
 
 from __future__ import annotations
 
-import ast
 import functools
 import importlib.util
 import inspect
@@ -18,17 +17,16 @@ from pathlib import Path
 from types import CodeType
 
 _PINNED = re.compile(r"(sglang(?:-router)?)==([^ ;]+)")
-_SRT = "sglang.srt."
-# A name may be handed on by so many modules.
-_MOST_IMPORTS = 5
 
 # Modules below `sglang.srt`, and of each: our modules that lean on it, a function or
-# Class.method, its parameters. "async" marks a coroutine function, or an asynchronous generator.
+# Class.method where it is defined, its parameters. "async" marks a coroutine function, or an
+# asynchronous generator.
 _TABLE = """
-arg_groups.overrides
+arg_groups.model_override_base
     encoder/towers and seams/server_args: model_config_of(server_args)
-    seams/server_args: declare_resolution(server_args source fields)
     seams/server_args: resolving_view(server_args)
+arg_groups.overrides
+    seams/server_args: declare_resolution(server_args source fields)
 arg_groups.pd_disaggregation_hook
     plugin: handle_encoder_disaggregation(server_args)
 disaggregation.common.conn
@@ -211,9 +209,8 @@ runtime_context
 server_args
     encoder/model/engine: PortArgs.init_new(server_args dp_rank worker_ports)
     encoder/towers: ServerArgs.resolve_once(self)
-utils
-    encoder/server: configure_logger(server_args prefix)
 utils.common
+    encoder/server: configure_logger(server_args prefix)
     decoding/sound: load_audio(audio_file sr mono)
     encoder/towers: maybe_reindex_device_id(gpu_id)
     families/films: load_video(video_file use_gpu)
@@ -285,30 +282,13 @@ def violations(srt: Path | None = None) -> list[str]:
     found = []
     for (ours, module, path), expected in SIGNATURES.items():
         name = f"sglang.srt.{module}.{path}"
-        parameters = source.compiled(module, path)
+        parameters = source.parameters(module, path)
         if parameters is None:
-            function = source.function(module, path)
-            if function is None:
-                found.append(f"{ours} leans on {name}, and {path} is gone")
-                continue
-            parameters = " ".join(_parameters(function, path))
-            if isinstance(function, ast.AsyncFunctionDef):
-                parameters = f"async {parameters}"
+            found.append(f"{ours} leans on {name}, and {path} is gone")
+            continue
         if parameters != expected:
             found.append(f"{ours} leans on {name}({expected}), which takes ({parameters})")
     return found
-
-
-def _parameters(function: ast.FunctionDef | ast.AsyncFunctionDef, path: str) -> list[str]:
-    every = function.args
-    names = [one.arg for one in (*every.posonlyargs, *every.args)]
-    names += [every.vararg.arg] if every.vararg else []
-    names += [one.arg for one in every.kwonlyargs]
-    names += [every.kwarg.arg] if every.kwarg else []
-    marks = {one.id for one in function.decorator_list if isinstance(one, ast.Name)}
-    # A class is called without its first parameter, and so is a class method.
-    made = function.name == "__init__" and "__init__" not in path
-    return names[1:] if made or "classmethod" in marks else names
 
 
 def _inner(code: CodeType | None, name: str) -> CodeType | None:
@@ -319,14 +299,13 @@ def _inner(code: CodeType | None, name: str) -> CodeType | None:
 
 class _Source:
     """SGLang's modules, by the bytecode that Python keeps of them, which is read in a fiftieth of
-    the time that syntax trees take; and as these, to follow imports by name, and base classes."""
+    the time that syntax trees take."""
 
     def __init__(self, srt: Path) -> None:
         self._srt = srt
-        self._tree = functools.cache(self._parse)
         self._code = functools.cache(self._compile)
 
-    def compiled(self, module: str, path: str) -> str | None:
+    def parameters(self, module: str, path: str) -> str | None:
         """The parameters of a function, a method, or a class's constructor, as in the table; None
         unless the module defines it itself."""
         name, _, method = path.partition(".")
@@ -351,64 +330,8 @@ class _Source:
         return f"async {told}" if waits else told
 
     def _compile(self, module: str) -> CodeType | None:
-        file = self._file(module)
-        if file is None:
-            return None
-        whole = f"sglang.srt.{module}"
-        return SourceFileLoader(whole, str(file)).get_code(whole)
-
-    def _file(self, module: str) -> Path | None:
         place = self._srt.joinpath(*module.split("."))
         files = (place.with_suffix(".py"), place / "__init__.py")
-        return next((file for file in files if file.is_file()), None)
-
-    def function(self, module: str, path: str) -> ast.FunctionDef | ast.AsyncFunctionDef | None:
-        """The definition of a function, a method, or a class's constructor."""
-        name, _, method = path.partition(".")
-        found = self._definition(module, name)
-        if found is None:
-            return None
-        where, node = found
-        if isinstance(node, ast.ClassDef):
-            return self._method(where, node, method or "__init__")
-        return node if not method else None
-
-    def _parse(self, module: str) -> ast.Module | None:
-        file = self._file(module)
-        return None if file is None else ast.parse(file.read_text())
-
-    def _definition(
-        self, module: str, name: str, depth: int = 0
-    ) -> tuple[str, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef] | None:
-        tree = self._tree(module)
-        if tree is None or depth > _MOST_IMPORTS:
-            return None
-        kinds = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-        for node in tree.body:
-            if isinstance(node, kinds) and node.name == name:
-                return module, node
-        for imported in ast.walk(tree):
-            if not isinstance(imported, ast.ImportFrom):
-                continue
-            root, below, rest = (imported.module or "").partition(_SRT)
-            for alias in imported.names if below and not root else ():
-                if alias.name == "*" or name == (alias.asname or alias.name):
-                    wanted = name if alias.name == "*" else alias.name
-                    if found := self._definition(rest, wanted, depth + 1):
-                        return found
-        return None
-
-    def _method(
-        self, module: str, node: ast.ClassDef, method: str
-    ) -> ast.FunctionDef | ast.AsyncFunctionDef | None:
-        for inner in node.body:
-            if isinstance(inner, ast.FunctionDef | ast.AsyncFunctionDef) and inner.name == method:
-                return inner
-        for base in node.bases:
-            if isinstance(base, ast.Name) and (found := self._definition(module, base.id)):
-                where, parent = found
-                if isinstance(parent, ast.ClassDef) and parent is not node:
-                    inherited = self._method(where, parent, method)
-                    if inherited is not None:
-                        return inherited
-        return None
+        file = next((file for file in files if file.is_file()), None)
+        whole = f"sglang.srt.{module}"
+        return SourceFileLoader(whole, str(file)).get_code(whole) if file else None

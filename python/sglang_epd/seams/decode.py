@@ -106,7 +106,7 @@ class DecodePrompts:
             ValueError: the same, of a stream.
         """
         try:
-            parent = tracing.span_of_state(self._live.get(request_obj.rid))
+            parent = tracing.span_of(self._live.get(request_obj.rid))
             with parent.child("epd_lay_out") as span:
                 output = await self._by_prefill(request_obj, input_text)
                 span.note(layout="own" if output is None else "known")

@@ -57,6 +57,7 @@ def parts(scheduler: Any, ranks: Ranks) -> Parts | None:
     asked, tree = Settings.from_env().prefill_early, scheduler.tree_cache
     parallel = get_parallel()
     staged = parallel.pp_size > 1
+    decodes = get_disagg().disaggregation_mode != "prefill"
     if (
         # Later stages may be on a host that is set otherwise, and do as the first one does.
         (asked == "off" and parallel.pp_rank == 0)
@@ -64,6 +65,8 @@ def parts(scheduler: Any, ranks: Ranks) -> Parts | None:
         or ranks.elsewhere
         # What a stage hears goes to all of its ranks, and each replica has requests of its own.
         or (staged and parallel.attn_dp_enabled)
+        # All replicas step together, and what the others decode is not seen here.
+        or (asked == "auto" and decodes and parallel.attn_dp_enabled)
         or get_memory().disable_radix_cache
         or tree.disable
         or tree.supports_mamba()

@@ -51,8 +51,9 @@ from sglang_epd.wire.messages import Expect
 
 logger = logging.getLogger(__name__)
 
-# Ranks start together, but the one that receives may load the slowest part of a model.
-_CONNECT_S = 300.0
+# Data-parallel replicas start each for itself, and the one that receives may compile kernels for
+# all of them first, which takes SGLang up to twenty minutes. If it ends, so does the server.
+_CONNECT_S = 3600.0
 
 
 class SchedulerSeam:

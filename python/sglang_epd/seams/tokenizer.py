@@ -138,7 +138,7 @@ class TokenizerSeam:
         Raises:
             ValueError: as of `send_encode_request`.
         """
-        prompts = _with_media(obj)
+        prompts = adaptive.with_media(obj)
         try:
             if have_embeddings(prompts):
                 obj.need_wait_for_mm_inputs = False
@@ -166,7 +166,7 @@ class TokenizerSeam:
         Raises:
             ValueError: the media cannot be read; SGLang answers 400 with the message.
         """
-        prompts, samples = _with_media(obj), getattr(obj, "parallel_sample_num", 1)
+        prompts, samples = adaptive.with_media(obj), getattr(obj, "parallel_sample_num", 1)
         # With n > 1 SGLang sends the prompt once to fill the prefix cache, then
         # once a sample; each of them waits for the same items.
         consumers = 1 if samples == 1 else samples + 1
@@ -201,7 +201,7 @@ class TokenizerSeam:
         state = self._live.get(rid)
         if state is None:
             raise RequestCancelledError("the request is over")
-        self.frontend.again(rid, self._plan(state.obj), expect, tracing.span_of_state(state))
+        self.frontend.again(rid, self._plan(state.obj), expect, tracing.span_of(state))
 
     async def _read_if_large(self, rid: str) -> None:
         """Of a live request, in a task of its own."""
@@ -348,7 +348,7 @@ class TokenizerSeam:
         try:
             planned = [self._planned(prompt) for prompt in prompts]
             for prompt, items, slot in zip(prompts, planned, slots, strict=True):
-                parent = tracing.span_of_state(self._live.get(prompt.rid))
+                parent = tracing.span_of(self._live.get(prompt.rid))
                 started.append(
                     self.frontend.start(prompt.rid, items, consumers, slot, parent=parent)
                 )
@@ -384,12 +384,6 @@ def _check_answers(prompts: list[Any]) -> None:
             "the token ids of a prompt with media are not returned with this server's "
             "--encoder-transfer-backend; with zmq_to_tokenizer they are"
         )
-
-
-def _with_media(obj: Any) -> list[Any]:
-    """The prompts of a request that have media."""
-    prompts = [obj] if obj.is_single else [obj[index] for index in range(obj.batch_size)]
-    return [prompt for prompt in prompts if prompt.contains_mm_input()]
 
 
 def create_frontend(

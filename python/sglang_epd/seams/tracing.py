@@ -35,16 +35,11 @@ def add_sources(attributes: dict[str, Any], manager: Any, state: Any, *_rest: An
         attributes[f"{_PREFIX}.{source}"] = items
 
 
-def span_of_state(state: Any) -> Span:
-    """The span of a live request in the tokenizer process, by its `rid_to_state`."""
-    return OFF if state is None else span_of(state)
-
-
 def span_of(request: Any) -> Span:
     """SGLang's span of a request, to make parts of; `OFF` where it is not traced.
 
     Args:
-        request: has `time_stats`, unwrapped; of a scheduler's or the tokenizer's.
+        request: has `time_stats`, unwrapped; of a scheduler's or the tokenizer's. None has none.
     """
     context = getattr(getattr(request, "time_stats", None), "trace_ctx", None)
     if context is None or not context.tracing_enable or context.root_span_context is None:

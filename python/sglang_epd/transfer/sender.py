@@ -30,6 +30,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from sglang_epd.errors import DeadlineError, EncodeError, ProtocolError, UnavailableError
 from sglang_epd.transfer import host
+from sglang_epd.transfer.delivery import Granted, GrantLostError, Offered
 from sglang_epd.transfer.gate import dial
 from sglang_epd.transfer.writers import RemoteWriter, SharedWriter
 from sglang_epd.wire import messages as wire
@@ -54,79 +55,9 @@ _SHARING_THREADS = 4
 _SMALL_BYTES = 1 << 20
 
 
-class GrantLostError(Exception):
-    """The grant is void (it expired, another encoder has the item, or the connection
-    broke): offer again."""
-
-
 # Of a grant: ticket, item, number.
 _Name = tuple[str, int, int]
 _Frames = list[bytes | memoryview]
-
-
-@dataclass
-class Granted:
-    """A grant, until when it may be used (`time.monotonic`), and for how many bytes.
-
-    Attributes:
-        used: whether something else will tell the receiver what became of it.
-        way, sent: how the payload's beginning went, and its bytes.
-        socket: by which.
-    """
-
-    message: wire.Grant
-    until: float
-    nbytes: int | None = None
-    used: bool = False
-    way: str = ""
-    sent: int = 0
-    socket: zmq.asyncio.Socket | None = None
-
-
-class Offered:
-    """An offer that was made.
-
-    Attributes:
-        answered: done when the receiver has said anything; the result is whether the
-            offer has to wait for memory.
-        decided: the grant or the decline.
-    """
-
-    def __init__(self, nbytes: int | None = None) -> None:
-        loop = asyncio.get_running_loop()
-        self.nbytes = nbytes
-        self.answered: asyncio.Future[bool] = loop.create_future()
-        self.decided: asyncio.Future[Granted | wire.Decline] = loop.create_future()
-
-    @property
-    def granted(self) -> Granted | None:
-        """The grant, if one has come."""
-        if not self.decided.done() or self.decided.cancelled() or self.decided.exception():
-            return None
-        decision = self.decided.result()
-        return decision if isinstance(decision, Granted) else None
-
-    @property
-    def waits(self) -> bool:
-        """Whether the receiver has no memory for it, as far as is known."""
-        return self.answered.done() and not self.decided.done()
-
-    def answer(self, message: wire.Grant | wire.Decline | wire.Wait) -> None:
-        if not self.answered.done():
-            self.answered.set_result(isinstance(message, wire.Wait))
-        if self.decided.done() or isinstance(message, wire.Wait):
-            return
-        if isinstance(message, wire.Grant):
-            until = time.monotonic() + message.ttl_s
-            self.decided.set_result(Granted(message, until, self.nbytes))
-        else:
-            self.decided.set_result(message)
-
-    def fail(self, error: Exception) -> None:
-        for future in (self.answered, self.decided):
-            if not future.done():
-                future.set_exception(error)
-                future.exception()  # it need not be asked for
 
 
 def _writes_on() -> bool:

@@ -21,7 +21,7 @@ from checkpoints.family import IMAGE, Family
 from checkpoints.tokenizer import build_tokenizer
 from checkpoints.unweighted import Unweighted
 from devices.late import LateDevice
-from media.samples import encoded, picture
+from media.samples import decode_image, encoded, picture
 from media.test_decode import SAMPLES
 from sglang_epd.decoding import Decoders
 from sglang_epd.decoding.messages import Cut
@@ -29,7 +29,7 @@ from sglang_epd.device import Host
 from sglang_epd.encoder.model import patches as module
 from sglang_epd.encoder.model.patches import Patches, proven
 from sglang_epd.errors import MediaError
-from sglang_epd.media import MediaLimits, decode_image
+from sglang_epd.media import MediaLimits
 
 SERVED = [
     family

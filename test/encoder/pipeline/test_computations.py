@@ -767,6 +767,27 @@ async def test_a_suspect_that_nobody_wants_now_is_in_nobodys_way(tower, computat
     assert await value(suspect) == sum(b"suspect")
 
 
+async def test_no_small_items_pass_a_large_suspect_for_ever(tower, computations, ask):
+    """It waits until its tower has nothing else, which small ones without end would put off."""
+    first, second = (encoded(picture(448, 448 - n), "JPEG") for n in range(2))
+    tower.hold(forward=True)
+    suspect = ask(b"suspect")  # whose size is not told
+    await until(lambda: tower.running)
+    suspect.want(False)
+    tower.die()
+    await until(lambda: states(computations) == {"waiting": 1})
+    tower.hold(prepare=True)
+    ask(first)
+    await until(lambda: tower.preparing)
+    suspect.want(True)
+    hold = ask(second)
+    await settle()
+    assert tower.preparations == [b"suspect", first]
+    tower.go_on()
+    await hold.embedding()
+    assert tower.preparations == [b"suspect", first, b"suspect", second]
+
+
 @two_towers
 async def test_the_tower_with_the_fewest_patches_outstanding_is_next(towers, ask):
     for tower in towers:

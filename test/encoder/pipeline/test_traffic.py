@@ -22,7 +22,7 @@ from sglang_epd.encoder.service import EncoderService
 from sglang_epd.encoder.urls import UrlReader
 from sglang_epd.errors import EpdError, MediaError, UnavailableError
 from sglang_epd.media import Account, FetchedMedia, MediaSource, digest
-from sglang_epd.transfer.sender import Granted, GrantLostError, Offered
+from sglang_epd.transfer.delivery import Granted, GrantLostError, Offered
 from sglang_epd.wire.http import EncodeItem, EncodeRequest, ItemOutcome, ReplyTo
 from sglang_epd.wire.messages import DECLINE_CANCELLED, Decline, Grant, Inline, Offer, Wait
 

@@ -394,7 +394,7 @@ class Computations:
         ahead_s = min(lane.ahead_s(self._batch, ready=False) for lane in self._lanes)
         work = self._waiting.first(now, rate, ahead_s=ahead_s)
         lane = self._preparer(work.large, work.alone) if work is not None else None
-        if lane is None and work is not None and work.large:
+        if lane is None and work is not None and work.large and not work.alone:
             work = self._waiting.first(now, rate, large=False, ahead_s=ahead_s)
             lane = self._preparer(work.large, work.alone) if work is not None else None
         if work is None or lane is None:

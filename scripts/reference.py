@@ -93,7 +93,7 @@ Language servers, their encoders and decode servers need the same `token`.
 """  # noqa: E501
 _METRICS_HEAD = """# Metrics
 
-Encoders show these at `/metrics`, always. Language, prefill and decode servers show them among SGLang's own, with `--enable-metrics`. `docker/observability/` has a Grafana dashboard and alert rules over them.
+Encoders show these at `/metrics`, with `--grpc-mode` at `SGLANG_EPD_ENCODER_HTTP_PORT`. Language, prefill and decode servers show them among SGLang's own, with `--enable-metrics`. `docker/observability/` has a Grafana dashboard and alert rules over them.
 
 A histogram has `_bucket`, `_sum` and `_count` behind its name. A metric with labels is shown once it has counted. Labels take few values, none of them a user's to choose.
 

@@ -44,17 +44,17 @@ from sglang_epd.errors import ConfigError
 from sglang_epd.profile import load_profile
 
 
-def planned(checkpoint: Path, **shape: int) -> Fleet:
+def planned(
+    checkpoint: Path, *, encoders: int = 1, language: int = 0, prefill: int = 0, decode: int = 0
+) -> Fleet:
     """The servers, by the plan of `sglang-epd up`.
-
-    Args:
-        shape: how many of each kind.
 
     Raises:
         SystemExit: the numbers make no topology.
     """
     try:
-        return plan(Shape(str(checkpoint), **shape), free_port, lambda _devices: Place())
+        shape = Shape(str(checkpoint), encoders, language, prefill, decode)
+        return plan(shape, free_port, lambda _devices: Place())
     except ConfigError as error:
         raise SystemExit(str(error)) from error
 

@@ -27,8 +27,9 @@ from sglang_epd.encoder.server import (
     _store_url,
     cache_bytes,
     checked_url,
+    follow_certificates,
+    tls_options,
 )
-from sglang_epd.encoder.serving import follow_certificates, tls_options
 from sglang_epd.errors import ConfigError
 from sglang_epd.trust import Trust
 

@@ -14,6 +14,7 @@ import logging
 import os
 import resource
 import socket
+import ssl
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -37,15 +38,7 @@ from sglang_epd.encoder.pipeline.computations import Computations
 from sglang_epd.encoder.pipeline.scheduling import BatchBounds
 from sglang_epd.encoder.registration import Registration
 from sglang_epd.encoder.service import EncoderService
-from sglang_epd.encoder.serving import (
-    CLOSE_S,
-    DrainingServer,
-    PromptHeads,
-    SeldomMalformed,
-    follow_certificates,
-    run,
-    tls_options,
-)
+from sglang_epd.encoder.serving import CLOSE_S, DrainingServer, PromptHeads, SeldomMalformed, run
 from sglang_epd.encoder.tower import Tower
 from sglang_epd.encoder.towers import start_towers
 from sglang_epd.encoder.urls import UrlReader
@@ -387,6 +380,49 @@ def advertised_url(typed: str, scheme: str) -> str:
     if not host or host in ("0.0.0.0", "::"):
         host = get_local_ip_auto(host)
     return str(NetworkAddress(host, port).to_url(scheme))
+
+
+def tls_options(trust: Trust) -> dict[str, Any]:
+    """Uvicorn's options for the server's certificate."""
+    if not trust.certfile:
+        return {}
+    return {
+        "ssl_certfile": trust.certfile,
+        "ssl_keyfile": trust.keyfile,
+        "ssl_keyfile_password": trust.keyfile_password or None,
+        "ssl_ca_certs": trust.ca_certs or None,
+    }
+
+
+@dataclass(frozen=True)
+class _Chain:
+    """A server's context for TLS, which knows the password of its key: without it OpenSSL would
+    ask on the terminal."""
+
+    context: ssl.SSLContext
+    password: str | None
+
+    def load_cert_chain(self, certfile: str, keyfile: str) -> None:
+        self.context.load_cert_chain(certfile, keyfile, self.password)
+
+    def load_verify_locations(self, cafile: str) -> None:
+        self.context.load_verify_locations(cafile)
+
+
+def follow_certificates(config: uvicorn.Config, trust: Trust) -> Callable[[], None]:
+    """Have new connections get the certificate that is in its files by then.
+
+    Returns:
+        What ends it.
+    """
+    from sglang.srt.entrypoints.ssl_utils import SSLCertRefresher
+
+    config.load()
+    assert config.ssl is not None, "SGLang refuses the flag where there is no certificate"
+    chain: Any = _Chain(config.ssl, trust.keyfile_password or None)
+    refresher = SSLCertRefresher(chain, trust.keyfile, trust.certfile, trust.ca_certs or None)
+    end: Callable[[], None] = refresher.stop
+    return end
 
 
 def cache_bytes(*, enabled: bool) -> int:

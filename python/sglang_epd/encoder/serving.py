@@ -1,4 +1,4 @@
-"""The encoder's HTTP server: prompt heads of requests, its certificate, and an end in good order.
+"""The encoder's HTTP server: prompt heads of requests, and an end in good order.
 
 Uvicorn bounds how long a connection may be idle after an answer, and nothing before: half
 of a header would keep a connection, and its descriptor, for as long as its sender likes.
@@ -14,11 +14,9 @@ import logging
 import os
 import signal
 import socket
-import ssl
 import sys
 import time
-from collections.abc import Callable, Coroutine
-from dataclasses import dataclass
+from collections.abc import Coroutine
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -27,7 +25,6 @@ from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from sglang_epd.encoder.registration import Registration
 from sglang_epd.encoder.service import EncoderService
-from sglang_epd.trust import Trust
 
 logger = logging.getLogger(__name__)
 
@@ -179,46 +176,3 @@ class PromptHeads(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
         if self._waiting is not None:
             self._waiting.cancel()
             self._waiting = None
-
-
-def tls_options(trust: Trust) -> dict[str, Any]:
-    """Uvicorn's options for the server's certificate."""
-    if not trust.certfile:
-        return {}
-    return {
-        "ssl_certfile": trust.certfile,
-        "ssl_keyfile": trust.keyfile,
-        "ssl_keyfile_password": trust.keyfile_password or None,
-        "ssl_ca_certs": trust.ca_certs or None,
-    }
-
-
-@dataclass(frozen=True)
-class _Chain:
-    """A server's context for TLS, which knows the password of its key: without it OpenSSL would
-    ask on the terminal."""
-
-    context: ssl.SSLContext
-    password: str | None
-
-    def load_cert_chain(self, certfile: str, keyfile: str) -> None:
-        self.context.load_cert_chain(certfile, keyfile, self.password)
-
-    def load_verify_locations(self, cafile: str) -> None:
-        self.context.load_verify_locations(cafile)
-
-
-def follow_certificates(config: uvicorn.Config, trust: Trust) -> Callable[[], None]:
-    """Have new connections get the certificate that is in its files by then.
-
-    Returns:
-        What ends it.
-    """
-    from sglang.srt.entrypoints.ssl_utils import SSLCertRefresher
-
-    config.load()
-    assert config.ssl is not None, "SGLang refuses the flag where there is no certificate"
-    chain: Any = _Chain(config.ssl, trust.keyfile_password or None)
-    refresher = SSLCertRefresher(chain, trust.keyfile, trust.certfile, trust.ca_certs or None)
-    end: Callable[[], None] = refresher.stop
-    return end

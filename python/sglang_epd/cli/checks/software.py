@@ -12,7 +12,6 @@ from types import SimpleNamespace
 
 from sglang_epd.cli.checks import Finding, fail, note, ok, warn
 from sglang_epd.config import Settings
-from sglang_epd.entry import enabled
 from sglang_epd.errors import ConfigError
 from sglang_epd.media.limits import MediaLimits
 from sglang_epd.seams.contract import pinned, violations
@@ -68,7 +67,7 @@ def plugins(env: Mapping[str, str] = os.environ) -> Iterator[Finding]:
         yield warn(
             "plug-ins", f"SGLANG_PLUGINS={chosen} leaves sglang_epd out", "unset SGLANG_PLUGINS"
         )
-    elif not enabled(env):
+    elif env.get("SGLANG_EPD", "").strip().lower() in {"off", "0", "false", "no"}:
         yield warn(
             "plug-ins", "SGLANG_EPD is off: servers run SGLang's own EPD", "unset SGLANG_EPD"
         )

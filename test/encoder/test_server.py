@@ -142,6 +142,25 @@ async def test_an_encoder_that_begins_to_serve_keeps_what_it_has(service, metric
         assert gc.get_freeze_count() > 10_000
 
 
+async def test_the_house_is_kept_after_a_turn_that_failed(service, metrics, monkeypatch, caplog):
+    monkeypatch.setattr("sglang_epd.encoder.server._HOUSEKEEPING_S", 0.001)
+    cpu = SimpleNamespace(device="cpu")
+    monkeypatch.setattr("sglang.srt.runtime_context.get_device", lambda: cpu)
+    turns: list[int] = []
+    kept = asyncio.Event()
+
+    async def close_unused() -> None:
+        turns.append(len(turns))
+        if len(turns) == 1:
+            raise OSError("too many open files")
+        kept.set()
+
+    sender = SimpleNamespace(close=closed, close_unused=close_unused)
+    async with asyncio.timeout(10), _housekeeping(service, sender, [], metrics)(None):
+        await kept.wait()
+    assert "too many open files" in caplog.text
+
+
 async def closed() -> None:
     """Of a sender."""
 

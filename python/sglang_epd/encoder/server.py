@@ -455,7 +455,10 @@ def _housekeeping(
         tidy_at = finished = service.finished
         for turn in itertools.count(1):
             await asyncio.sleep(_HOUSEKEEPING_S)
-            await sender.close_unused()
+            try:
+                await sender.close_unused()
+            except Exception:
+                logger.exception("Connections that are not used stay open for now")
             # On an accelerator the next item would wait for new pages (`keep_freed`), and all
             # that needs memory for this: not between two requests.
             quiet, finished = service.finished == finished, service.finished

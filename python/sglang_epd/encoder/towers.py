@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import os
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -32,8 +33,8 @@ from sglang_epd.media import MediaLimits
 _FACTORY = f"{__name__}:create"
 _BINDING = "SGLANG_CPU_OMP_THREADS_BIND"
 _THREADS = "OMP_NUM_THREADS"
-# Ports that towers of this process were given.
-_drawn: set[int] = set()
+# Ports that towers of this process were given lately.
+_drawn: deque[int] = deque(maxlen=256)
 
 
 async def start_towers(
@@ -166,11 +167,11 @@ def starts_of(
 
 
 def undrawn(draw: Callable[[], int]) -> int:
-    """A random port that no other tower of this process was given: a worker binds its own some
-    seconds after it was found free."""
+    """A random port that no other tower of this process was given lately: a worker binds its own
+    some seconds after it was found free."""
     while (port := draw()) in _drawn:
         pass
-    _drawn.add(port)
+    _drawn.append(port)
     return port
 
 

@@ -64,9 +64,8 @@ def parts(scheduler: Any, ranks: Ranks) -> Parts | None:
         or not scheduler.is_generation
         or ranks.elsewhere
         # What a stage hears goes to all of its ranks, and each replica has requests of its own.
-        or (staged and parallel.attn_dp_enabled)
-        # All replicas step together, and what the others decode is not seen here.
-        or (asked == "auto" and decodes and parallel.attn_dp_enabled)
+        # And all replicas step together: what the others decode is not seen here.
+        or (parallel.attn_dp_enabled and (staged or (asked == "auto" and decodes)))
         or get_memory().disable_radix_cache
         or tree.disable
         or tree.supports_mamba()

@@ -100,7 +100,8 @@ class Dispatch:
             return
         item.tries += 1
         self.retries += 1
-        wait = seconds + self._budget.take(1) + pause(item.tries, self._rng)
+        left = item.request.deadline - self._env.now
+        wait = seconds + self._budget.take(1, left) + pause(item.tries, self._rng)
         self._env.timeout(wait).callbacks.append(partial(self._retry, item))
 
     def _retry(self, item: Item, _event: simpy.Event) -> None:

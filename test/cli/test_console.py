@@ -1,9 +1,12 @@
 from __future__ import annotations
 
+import contextlib
 import io
 import subprocess
 import sys
+from pathlib import Path
 
+import pytest
 from rich.console import Console
 
 from sglang_epd.cli.console import LineReporter
@@ -29,6 +32,18 @@ def test_lines_have_their_servers_name_in_front_and_stay_whole():
 
 def test_without_logs_phases_are_shown():
     assert reported(logs=False).splitlines()[1:] == ["encoder-0 = loading weights"]
+
+
+def test_a_full_disk_takes_no_lines_and_ends_nothing():
+    full = Path("/dev/full").open("w")  # noqa: SIM115 - to close it fails as well
+    reporter = LineReporter(Console(file=full), ["router"], logs=True)
+    for _ in range(100):
+        reporter.line("router", "x" * 1000)
+    reporter.close()
+    with pytest.raises(OSError, match="No space"):
+        full.write("x" * 100_000)
+    with contextlib.suppress(OSError):
+        full.close()
 
 
 def test_a_reader_that_leaves_ends_the_command_in_order():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import time
@@ -141,6 +142,41 @@ def test_what_is_killed_is_started_again(tmp_path):
 
 def kill_first(supervisor: Supervisor) -> None:
     os.kill(supervisor.describe()[0]["pid"], signal.SIGKILL)
+
+
+def test_what_cannot_be_started_again_at_once_is_later(tmp_path):
+    supervisor: Supervisor
+    in_the_way = tmp_path / "encoder.log.previous"
+
+    def act(_name: str, text: str) -> None:
+        if "by signal 9" in text:
+            in_the_way.mkdir()
+        if "cannot be started" in text:
+            in_the_way.rmdir()
+        if text.startswith("ready") and supervisor.describe()[0]["restarts"]:
+            interrupt()
+
+    recorder = Recorder(act)
+    supervisor = supervise(
+        tmp_path, recorder, server("encoder", "encoder"), server("language", "language")
+    )
+    recorder.when_ready = lambda: kill_first(supervisor)
+    supervisor.run()
+    told = [text for name, text in recorder.told if name == "encoder"]
+    assert any("cannot be started ([Errno 21]" in text and "starts again" in text for text in told)
+    assert supervisor.describe()[0]["restarts"] == 2
+
+
+def test_a_record_that_cannot_be_written_ends_nothing(tmp_path):
+    def full() -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    recorder = Recorder()
+    supervise(tmp_path, recorder, server("encoder", "encoder"), changed=full).run()
+    assert ("encoder", "`status` does not show this: [Errno 28] No space left on device") in (
+        recorder.told
+    )
+    assert any(text.startswith("ready") for _, text in recorder.told)
 
 
 def test_one_that_never_starts_ends_all_and_says_why(tmp_path):

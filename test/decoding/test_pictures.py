@@ -28,6 +28,7 @@ from sglang_epd.errors import (
     MediaError,
     MediaTooLargeError,
     RequestCancelledError,
+    UnavailableError,
 )
 from sglang_epd.media import MediaLimits
 
@@ -297,6 +298,22 @@ def test_a_child_that_is_struck_over_an_item_fails_that_item_alone(make: Make, b
     assert isinstance(error, DeadlineError if blow == signal.SIGSTOP else MediaError)
     assert isinstance(outcome(decoders, GOOD), Image.Image)
     assert _ended(child)
+
+
+def test_the_end_of_the_process_that_forks_is_no_items_fault(make: Make) -> None:
+    decoders = make()
+    image(decoders, GOOD)
+    forker = decoders.pictures.nursery.pid
+    assert forker is not None
+    (child,) = psutil.Process(forker).children()
+    used = sum(child.cpu_times()[:2])
+    with ThreadPoolExecutor(1) as pool:
+        slow = pool.submit(outcome, decoders, SLOW)
+        while sum(child.cpu_times()[:2]) < used + 0.1 and not slow.done():
+            time.sleep(0.01)
+        os.kill(forker, signal.SIGKILL)
+        assert isinstance(slow.result(), UnavailableError)
+    assert isinstance(outcome(decoders, GOOD), Image.Image)
 
 
 @pytest.mark.parametrize("blow", [signal.SIGKILL, signal.SIGSTOP])

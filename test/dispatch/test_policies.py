@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 import random
 from collections import Counter
 from dataclasses import replace
@@ -341,20 +342,29 @@ def test_only_so_many_keys_are_remembered():
 def test_retries_of_one_dead_encoder_are_free_and_a_storm_is_spread_over_time():
     now = 0.0
     budget = RetryBudget(lambda: now)
-    assert budget.take(100) == 0
-    waits = [budget.take(10) for _ in range(20)]
+    assert budget.take(100, math.inf) == 0
+    waits = [budget.take(10, math.inf) for _ in range(20)]
     assert waits[-1] > 10
     assert waits == sorted(waits), "each waits its turn"
     now += 60
-    assert budget.take(1) == 0, "calm fills it again"
+    assert budget.take(1, math.inf) == 0, "calm fills it again"
+
+
+def test_retries_that_come_too_late_delay_no_others():
+    now = 0.0
+    budget = RetryBudget(lambda: now)
+    waits = [budget.take(10, 30.0) for _ in range(1000)]
+    assert 29 <= min(waits[-100:]) <= max(waits) <= 31, "of a fault of hours no more is left"
+    now += 31
+    assert budget.take(1, 30.0) == 0
 
 
 def test_first_tries_bring_a_share_of_retries():
     budget = RetryBudget(lambda: 0.0)
-    budget.take(200)
-    waited = budget.take(0)
+    budget.take(200, math.inf)
+    waited = budget.take(0, math.inf)
     budget.sent(100)
-    assert 0 < budget.take(0) < waited
+    assert 0 < budget.take(0, math.inf) < waited
 
 
 def test_pauses_grow_to_a_bound_and_differ():

@@ -22,7 +22,8 @@ def image(data=None, url=None, modality="IMAGE", **options):
 
 def header(width, height):
     """All of a PNG that is looked at."""
-    return b"\x89PNG\r\n\x1a\n" + struct.pack(">I4sII", 13, b"IHDR", width, height)
+    size = struct.pack(">I4sII9x", 13, b"IHDR", width, height)
+    return b"\x89PNG\r\n\x1a\n" + size + struct.pack(">I4s", 0, b"IDAT")
 
 
 def told(*grid, modality="IMAGE"):

@@ -2,13 +2,14 @@ from __future__ import annotations
 
 import struct
 import time
+import zlib
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from media.samples import encoded, picture
-from sglang_epd.media import image_size
+from media.samples import decode_image, encoded, picture
+from sglang_epd.media import MediaLimits, image_size
 from sglang_epd.media.size import SMALL_PIXELS, claimed_pixels
 
 FORMATS = [
@@ -43,6 +44,42 @@ def test_a_jpeg_2000_that_begins_elsewhere_on_its_canvas():
     for at, value in ((8, 140), (12, 230), (16, 100), (20, 200)):
         data[at : at + 4] = struct.pack(">I", value)
     assert image_size(bytes(data)) == (40, 30)
+
+
+def chunk(kind: bytes, data: bytes) -> bytes:
+    return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+
+def test_a_png_that_claims_two_sizes_has_none():
+    data = encoded(picture(40, 30))
+    small = chunk(b"IHDR", struct.pack(">IIBBBBB", 1, 1, 8, 2, 0, 0, 0))
+    both = data[:8] + small + data[8:]
+    assert decode_image(both, MediaLimits()).size == (40, 30)
+    assert image_size(both) is None
+
+
+def test_a_gif_counts_by_its_frame_where_that_passes_the_edges():
+    data = bytearray(encoded(picture(40, 30), "GIF", comment=b",!" * 200))
+    data[6:10] = struct.pack("<HH", 1, 1)
+    assert decode_image(bytes(data), MediaLimits()).size == (40, 30)
+    assert image_size(bytes(data)) == (40, 30)
+
+
+def test_a_jpeg_2000_counts_by_the_stream_that_is_decoded():
+    data = encoded(picture(40, 30), "JPEG2000")
+    other = encoded(picture(1, 1), "JPEG2000", no_jp2=True)
+    at = data.index(b"jp2c") - 4
+    box = struct.pack(">I", 8 + len(other)) + b"uuid" + other
+    both = data[:at] + box + data[at:]
+    assert decode_image(both, MediaLimits()).size == (40, 30)
+    assert image_size(both) == (40, 30)
+
+
+def test_a_bitmap_of_os2_has_no_size_here():
+    header = struct.pack("<IHHHH", 12, 4, 3, 1, 24)
+    data = b"BM" + struct.pack("<IHHI", 62, 0, 0, 26) + header + bytes(36)
+    assert decode_image(data, MediaLimits()).size == (4, 3)
+    assert image_size(data) is None
 
 
 @pytest.mark.parametrize("kind", ["TIFF", "PPM"])
@@ -87,8 +124,11 @@ def test_garbage_raises_nothing(data):
         b"\xff\xd8\xff" + b"\xff" * (8 << 20),
         b"\xff\xd8" + b"\xff\xe1\x00\x02" * (1 << 20),
         b"\xff\xd8" + b"\xff\xe1\xff\xff" + bytes(8 << 20),
+        b"\x89PNG\r\n\x1a\n" + chunk(b"tEXt", b"") * (1 << 19),
+        b"GIF89a" + bytes(7) + b"!\xfe" + b"\1\0" * (4 << 20),
+        b"\0\0\0\x0cjP  \r\n\x87\n" + b"\0\0\0\x08uuid" * (1 << 20),
     ],
-    ids=["filling", "empty segments", "a large one"],
+    ids=["filling", "empty segments", "a large one", "chunks", "comments", "boxes"],
 )
 def test_a_hostile_header_takes_no_time(data):
     begin = time.thread_time()

@@ -1,6 +1,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import threading
+import weakref
 
 import pytest
 from hypothesis import strategies as st
@@ -12,6 +15,7 @@ from sglang_epd.store.backend import (
     LeftAloneError,
     OversizedError,
     StoreError,
+    Threads,
 )
 
 
@@ -167,3 +171,25 @@ class Calls(RuleBasedStateMachine):
 
 
 TestCalls = Calls.TestCase
+
+
+async def test_a_call_that_was_given_up_before_it_began_keeps_nothing():
+    """Without waiting for a collection of cycles."""
+    threads, mount = Threads("mount", 1), threading.Event()
+    hanging = asyncio.create_task(threads.run(mount.wait))
+    await asyncio.sleep(0)
+    embedding = type("Embedding", (), {"write": lambda self: None})()
+    kept = weakref.ref(embedding)
+    gc.disable()
+    try:
+        waiting = asyncio.create_task(threads.run(embedding.write))
+        await asyncio.sleep(0)
+        waiting.cancel()
+        await asyncio.wait([waiting])
+        del waiting, embedding
+        assert kept() is None
+    finally:
+        gc.enable()
+        mount.set()
+        await hanging
+        threads.close()

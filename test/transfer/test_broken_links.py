@@ -8,6 +8,7 @@ import signal
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
@@ -149,6 +150,25 @@ async def test_a_connection_that_the_receiver_takes_for_alive_is_taken_over(
         await soon(lambda: receiver.tally.counts["waits", ""] == 2)
     assert await waiting in {"inline", "shared"}
     assert torch.equal((await asyncio.to_thread(scheduler.tensors))[0], EMBEDDING)
+
+
+async def test_the_receiver_closes_connections_of_hosts_that_are_gone(receiver, link, sender):
+    """Such a host sends nothing any more, not even an end."""
+    port = int(receiver.endpoint.rpartition(":")[2])
+
+    def connections() -> set[int]:
+        return {
+            one.raddr.port
+            for one in psutil.Process().net_connections("tcp")
+            if one.laddr.port == port and one.raddr
+        }
+
+    await encoded(sender, link.endpoint)
+    gone = connections()
+    await asyncio.sleep(DEAD_S)  # a first sign of life says when the next is due
+    assert gone == connections()
+    link.strand()
+    await soon(lambda: not gone & connections())
 
 
 async def test_a_receiver_that_was_started_again_says_so(receiver, link, sender, tmp_path):

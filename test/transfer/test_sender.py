@@ -300,6 +300,57 @@ async def test_a_remote_write_that_was_not_begun_gives_its_memory_back(router):
         await sender.close()
 
 
+class FreezingEngine:
+    """Writes at once, but to the session "frozen": not before `thaw`, and not in time.
+
+    Attributes:
+        begun: sessions, and the seconds that each write had.
+    """
+
+    engine_name = "cards"
+
+    def __init__(self) -> None:
+        self.thaw = threading.Event()
+        self.begun: list[tuple[str, float]] = []
+
+    def write(self, landing: wire.Remote, _payload: object, timeout_s: float) -> None:
+        self.begun.append((landing.session, timeout_s))
+        if landing.session == "frozen":
+            self.thaw.wait(PATIENCE_S)
+            raise UnavailableError("no answer in time")
+
+
+async def test_writes_to_a_frozen_receiver_hold_up_no_other_and_end_at_their_deadline(
+    router, deaf_endpoint
+):
+    engine = FreezingEngine()
+    sender = Sender(remote=engine)
+
+    def write(endpoint: str, item: int, session: str, timeout_s: float) -> asyncio.Task[str]:
+        grant = wire.Grant("t", item, 7, 30.0, wire.Remote(session, 0))
+        return asyncio.create_task(
+            sender.deliver(endpoint, granted(grant), EMBEDDING.clone(), timeout_s)
+        )
+
+    frozen = [write(deaf_endpoint, item, "frozen", 0.2) for item in range(20)]
+    try:
+        await soon(lambda: len(engine.begun) == 4)
+        good = write(router.endpoint, 0, "there", PATIENCE_S)
+        await router.receive()
+        await router.say(wire.Ack("t", 0, 7))
+        assert await good == "remote"
+        errors = await asyncio.gather(*frozen, return_exceptions=True)
+        assert {type(error) for error in errors} == {DeadlineError}
+        engine.thaw.set()
+        last = write(deaf_endpoint, 20, "alive", 0.5)
+        await soon(lambda: len(engine.begun) == 6)
+        await asyncio.wait([last])
+        assert [session for session, _ in engine.begun[4:]] == ["there", "alive"]
+    finally:
+        engine.thaw.set()
+        await sender.close()
+
+
 async def test_the_payload_of_a_remote_write_that_failed_is_gone_with_its_delivery(router):
     """Without waiting for a collection of cycles."""
     sender = Sender(remote=FailingEngine(None))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -110,4 +111,6 @@ class LineReporter:
 
     def _write(self, name: str, sign: str, text: Text) -> None:
         head = Text(f"{name:<{self._width}} {sign} ", style=self._styles[name])
-        self._out.print(head + text, soft_wrap=True)
+        # A full disk takes no lines, and the servers go on.
+        with contextlib.suppress(OSError):
+            self._out.print(head + text, soft_wrap=True)

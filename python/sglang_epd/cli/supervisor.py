@@ -53,7 +53,7 @@ class Supervisor:
     Args:
         folder: for the servers' logs.
         env: variables that every server inherits.
-        changed: called whenever the answer of `describe` has changed.
+        changed: called whenever the answer of `describe` has changed; may raise OSError.
         ready: called once, when all servers have been ready.
         start_timeout_s: until all have to have been ready.
         grace_s: for a server to stop; encoders finish accepted requests.
@@ -149,13 +149,18 @@ class Supervisor:
 
     def _start(self, charge: Supervised, now: float) -> None:
         again = charge.life.state is State.DOWN
-        if again:
-            with contextlib.suppress(FileNotFoundError):
-                # Its last words, while it starts anew.
-                charge.process.log_path.replace(f"{charge.process.log_path}.previous")
-        charge.process.start()
         charge.life.started()
         charge.phase, charge.since, charge.check = FIRST_PHASE, now, None
+        try:
+            if again:
+                with contextlib.suppress(FileNotFoundError):
+                    # Its last words, while it starts anew.
+                    charge.process.log_path.replace(f"{charge.process.log_path}.previous")
+            charge.process.start()
+        except OSError as error:  # a full disk, or no memory for a process
+            charge.why = f"{charge.server.name} cannot be started: {error}"
+            self._ended(charge, now, f"cannot be started ({error})")
+            return
         word = f"restart {charge.life.restarts}" if again else "started"
         self._tell(charge, f"{word}, pid {charge.process.pid}")
 
@@ -168,6 +173,9 @@ class Supervisor:
             charge.why = str(error)
         # Its own children may be there still.
         charge.process.stop()
+        self._ended(charge, now, end)
+
+    def _ended(self, charge: Supervised, now: float, end: str) -> None:
         charge.life.ended(now)
         if charge.life.state is State.DOWN:
             self._tell(charge, f"{end}; starts again in {charge.life.wait_s(now):.0f} s")
@@ -229,7 +237,10 @@ class Supervisor:
 
     def _tell(self, charge: Supervised, text: str) -> None:
         self._reporter.news(charge.server.name, text)
-        self._changed()
+        try:
+            self._changed()
+        except OSError as error:
+            self._reporter.news(charge.server.name, f"`status` does not show this: {error}")
 
     def _stop(self, threads: ThreadPoolExecutor) -> None:
         """Stop all servers: first the routers, which take users' requests, then all others.

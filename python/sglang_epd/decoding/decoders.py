@@ -40,6 +40,7 @@ from sglang_epd.errors import (
     MediaError,
     ProtocolError,
     RequestCancelledError,
+    UnavailableError,
     from_code,
 )
 from sglang_epd.media import MediaLimits, VideoFacts, check_frames_read
@@ -130,7 +131,7 @@ class Decoding:
         MediaTooLargeError: decoding takes more memory than an item may have.
         MediaError: it cannot be decoded; also where a decoder crashed.
         RequestCancelledError: it was stopped.
-        UnavailableError: no process can be started.
+        UnavailableError: no process can be started, or all of them ended.
     """
 
     def __init__(self, decoders: Decoders, deadline: float) -> None:
@@ -268,6 +269,8 @@ class Decoding:
             self._end_child()
             if self._stopped:
                 raise RequestCancelledError("nobody waits for it any more") from None
+            if child.process.orphaned:
+                raise UnavailableError("the process that starts decoders ended") from None
             logger.warning("A decoding process (pid %d) died over an item", child.process.pid)
             raise MediaError(
                 "it cannot be decoded: its decoder crashed, or took too long"

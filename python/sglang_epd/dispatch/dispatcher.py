@@ -260,9 +260,10 @@ class Dispatcher:
         logger.log(level, "Trying %d items elsewhere: %s", len(failures), first)
         # A full encoder says itself when to come again; the budget is for failures.
         broken = sum(not isinstance(failure, OverloadedError) for _, failure in failures)
-        delay = self._budget.take(broken) if broken else 0.0
-        if delay:
-            await asyncio.sleep(min(delay, max(0.0, run.left_s)))
+        left_s = max(0.0, run.left_s)
+        delay_s = self._budget.take(broken, left_s) if broken else 0.0
+        if delay_s:
+            await asyncio.sleep(min(delay_s, left_s))
         return failures
 
     async def _wait(

@@ -267,7 +267,8 @@ class RetryBudget:
     """Tokens that first tries and time bring in, and retries use up: retries never add more
     than a share to the load.
 
-    An empty budget delays retries, it refuses none: a request's deadline does.
+    An empty budget delays retries, it refuses none: a request's deadline does. A retry that
+    would come too late takes no tokens: a long fault would delay others long after its end.
 
     Args:
         clock: seconds.
@@ -282,16 +283,19 @@ class RetryBudget:
         """So many items were sent for the first time."""
         self._refill(items * _SHARE)
 
-    def take(self, items: int) -> float:
+    def take(self, items: int, within_s: float) -> float:
         """Use the tokens of so many retries; returns the seconds to wait before, 0 while there
         are tokens.
 
         Args:
             items: that are to be sent again.
+            within_s: after so long they are of no use, and are not sent.
         """
         self._refill(0.0)
-        self._tokens -= items
-        return max(0.0, -self._tokens / _PER_S)
+        wait_s = max(0.0, (items - self._tokens) / _PER_S)
+        if wait_s <= within_s:
+            self._tokens -= items
+        return wait_s
 
     def _refill(self, tokens: float) -> None:
         now = self._clock()

@@ -18,7 +18,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,6 +36,8 @@ _BIRTH_S = 5.0
 _END_S = 5.0
 # A broken channel is seen this much before the end of the process, at most.
 _NOTICED_S = 1.0
+# The kernel ends children while their forker ends.
+_ORPHANED_S = 0.1
 # Processes that serve users, or that end soon, come first on a busy machine. Beside three
 # hostile videos a picture took 1.5 to 2 times as long at 5, and up to 1.2 times at 10.
 _NICE = 10
@@ -59,11 +61,18 @@ class Child:
         end: of a channel (`packets`), this side's.
         pid: for messages; signals go to `process`, which no other process can become.
         process: a descriptor that is readable when the child has ended.
+        forker_ends: whether the process that forked it has ended, or does so within seconds.
     """
 
     end: socket.socket
     pid: int
     process: int
+    forker_ends: Callable[[float], bool]
+
+    @property
+    def orphaned(self) -> bool:
+        """Of one that has ended: whether it did because the process that forked it had."""
+        return self.forker_ends(_ORPHANED_S)
 
     def kill(self) -> None:
         """End it now; from any thread. One that has ended is left alone."""
@@ -198,7 +207,7 @@ class _Forker:
             raise
         end.settimeout(None)
         self._warm = True
-        return Child(end, born.pid, fds[0])
+        return Child(end, born.pid, fds[0], self.ends)
 
     def kill(self) -> bool:
         """End it and its children: whether it has ended, which one that the kernel holds has not.

@@ -21,7 +21,7 @@ import numpy as np
 logger = logging.getLogger(__name__)
 
 _Result = TypeVar("_Result")
-_Job = tuple[Future[Any], Callable[[], Any]]
+_Job = tuple[Future[Any], list[Callable[[], Any]]]
 # Failures in a row that open a breaker, and how long it stays open before one call is tried.
 _FAILURES = 5
 _FIRST_PAUSE_S = 1.0
@@ -105,7 +105,10 @@ class Threads:
             name = f"{self._name} {self._started}"
             threading.Thread(target=self._work, name=name, daemon=True).start()
         job: Future[_Result] = Future()
-        self._jobs.put((job, call))
+        calls = [call]
+        # One that was cancelled stays in the queue, and would keep what its call holds.
+        job.add_done_callback(lambda _: calls.clear())
+        self._jobs.put((job, calls))
         return await asyncio.wrap_future(job)
 
     def close(self) -> None:
@@ -115,17 +118,17 @@ class Threads:
 
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:
-            future, call = job
+            future, calls = job
             if future.set_running_or_notify_cancel():
                 self._running.add(future)
                 try:
-                    future.set_result(call())
+                    future.set_result(calls[0]())
                 except BaseException as error:
                     future.set_exception(error)
                 finally:
                     self._running.discard(future)
             # Else the last result would stay in memory until the next call.
-            del job, future, call
+            del job, future, calls
 
 
 class BreakerState(enum.Enum):

@@ -47,6 +47,7 @@ _DEAD_S = 20.0
 _RECONNECT_MS = 100, 2_000
 _REFUSED = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
 _EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | _REFUSED
+# Of each language server: writes to one that is frozen hold up no other's.
 _REMOTE_THREADS = 4
 # Map the places of payloads in this machine's arenas while those are being made, then copy; a
 # batch's items are there at once.
@@ -85,6 +86,10 @@ class _Peer:
     # Grants under which something may be written yet, and of each what says whether that has
     # ended.
     grants: dict[_Name, Callable[[], bool]] = field(default_factory=dict)
+    # For its remote writes.
+    writing: ThreadPoolExecutor = field(
+        default_factory=lambda: ThreadPoolExecutor(_REMOTE_THREADS, "epd-write")
+    )
 
 
 class Sender:
@@ -111,7 +116,6 @@ class Sender:
         self._process = host.this_process() if share_memory else ""
         self._shared = SharedWriter()
         self._sharing = ThreadPoolExecutor(_SHARING_THREADS, "epd-share")
-        self._writing = ThreadPoolExecutor(_REMOTE_THREADS, "epd-write")
 
     @asynccontextmanager
     async def offer(self, endpoint: str, offer: wire.Offer) -> AsyncIterator[Offered]:
@@ -213,8 +217,7 @@ class Sender:
         self._closed = True
         for endpoint in list(self._peers):
             await self._close_peer(endpoint)
-        for pool in (self._sharing, self._writing):
-            pool.shutdown(wait=False, cancel_futures=True)
+        self._sharing.shutdown(wait=False, cancel_futures=True)
         self._context.destroy(linger=0)
 
     async def close_unused(self) -> None:
@@ -244,11 +247,13 @@ class Sender:
             if self._remote is None:
                 self._withdraw(peer, grant)
                 raise EncodeError("a grant that this encoder did not offer to use")
-            remote = self._remote
-            place = msgspec.structs.replace(landing, address=landing.address + granted.sent)
-            await self._in_thread(
-                peer, grant, self._writing, lambda: remote.write(place, raw, timeout_s)
+            write = _remote_write(
+                self._remote,
+                msgspec.structs.replace(landing, address=landing.address + granted.sent),
+                raw,
+                time.monotonic() + timeout_s,
             )
+            await self._in_thread(peer, grant, peer.writing, write)
             granted.way = "remote"
             return iter([told])
         if isinstance(landing, wire.Shared) and peer.shares and granted.way != "inline":
@@ -387,6 +392,8 @@ class Sender:
         socket.setsockopt(zmq.ROUTING_ID, peer.name)
         socket.setsockopt(zmq.HEARTBEAT_IVL, self._dead_ms // 4)
         socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, self._dead_ms)
+        # The other end closes the connections of hosts that are gone.
+        socket.setsockopt(zmq.HEARTBEAT_TTL, self._dead_ms)
         socket.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS[0])
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, _RECONNECT_MS[1])
         peer.socket = socket
@@ -494,6 +501,7 @@ class Sender:
         peer.keeper.cancel()
         await asyncio.wait([peer.keeper])
         self._hang_up(peer)
+        peer.writing.shutdown(wait=False, cancel_futures=True)
         # Last, so that nothing is sent after it and waits for an answer.
         self._fail(peer, UnavailableError("this encoder is shutting down"))
 
@@ -503,6 +511,20 @@ class Sender:
         for ack in peer.acks.values():
             if not ack.done():
                 ack.set_exception(error)
+
+
+def _remote_write(
+    remote: RemoteWriter, place: wire.Remote, raw: np.ndarray, deadline: float
+) -> Callable[[], None]:
+    """A write that ends at its deadline (`time.monotonic`), however long it waits for a thread."""
+
+    def write() -> None:
+        left_s = deadline - time.monotonic()
+        if left_s <= 0:
+            raise UnavailableError("writes to this language server do not end")
+        remote.write(place, raw, left_s)
+
+    return write
 
 
 def _payload(granted: Granted, embedding: torch.Tensor) -> memoryview:

@@ -269,6 +269,8 @@ def run(options: Options) -> None:
     profile = load(PROFILE, Profile)
     os.environ["SGLANG_EPD_EMULATE"] = str(PROFILE)
     os.environ["SGLANG_EPD_DISPATCH_POLICY"] = POLICY
+    # The planner has prompts prefilled once all of their items are there.
+    os.environ["SGLANG_EPD_PREFILL_EARLY"] = "off"
     os.environ["SGLANG_EPD_EMULATE_DILATE"] = f"{options.dilate:g}"
     logs = Path(tempfile.mkdtemp(prefix="sglang-epd-validate-"))
     print(f"logs in {logs}", flush=True)

@@ -307,8 +307,6 @@ class Replay:
                 self.took_s.append(self._now - image.request.began)
                 for following in itertools.islice(coming, 1):
                     self._send(following)
-        for encoder in self._encoders.values():
-            encoder.cache.check_integrity()
 
     def _send(self, images: Sequence[int]) -> None:
         self._probe()

@@ -72,8 +72,8 @@ class Settings(Struct, frozen=True, kw_only=True):
     """Settings of one server process.
 
     Attributes, with the servers that read them (`media_*`: those that decode media):
-        token [encoders, language, decode]: Secret that they share. Without it encoders are asked,
-            and register, with SGLang's `--api-key`.
+        token [encoders, language, decode]: Secret that they share. SGLang's `--api-key` counts
+            where it is not set.
         request_timeout_s [language]: One deadline for a request's media, from its arrival until
             its embeddings are in the scheduler; retries spend it. Where it is not set, SGLang's
             `SGLANG_ENCODER_RECV_TIMEOUT` counts.

@@ -1,6 +1,7 @@
-"""Authentication between servers: bearer tokens and TLS, from SGLang's flags and one variable.
+"""Authentication between servers: a bearer token and TLS, from SGLang's flags and one variable.
 
-`SGLANG_EPD_TOKEN` is the secret of this package's servers; `--api-key` counts beside it.
+`SGLANG_EPD_TOKEN` is the secret of this package's servers. `--api-key`, which users of chat have,
+counts where it is not set.
 `--ssl-certfile`, `--ssl-keyfile` and `--ssl-keyfile-password` are a server's certificate,
 `--ssl-ca-certs` names the authorities that it believes. Certificates are always verified.
 """
@@ -20,14 +21,14 @@ class Trust:
     """What one server shows and accepts.
 
     Attributes:
-        tokens: accepted from others; the first is what this server shows. None: every
-            request is accepted.
+        token: this server shows it to others, and accepts it from them. Empty: every request
+            is accepted.
         certfile, keyfile, keyfile_password: this server's certificate; empty for no TLS.
         ca_certs: whose certificates are believed; empty for those that the system believes
             (`SSL_CERT_FILE` names others).
     """
 
-    tokens: tuple[str, ...] = field(default=(), repr=False)
+    token: str = field(default="", repr=False)
     certfile: str = ""
     keyfile: str = ""
     keyfile_password: str = field(default="", repr=False)
@@ -40,25 +41,18 @@ class Trust:
         Raises:
             ConfigError: a token that cannot be sent in a header.
         """
-        tokens = tuple(dict.fromkeys(one for one in (token, serving.api_key) if one))
-        for one in tokens:
-            if not (one.isascii() and one.isprintable() and one == one.strip()):
-                raise ConfigError(
-                    "SGLANG_EPD_TOKEN and --api-key are printable ASCII without a blank "
-                    "at either end"
-                )
+        token = token or serving.api_key or ""
+        if not (token.isascii() and token.isprintable() and token == token.strip()):
+            raise ConfigError(
+                "SGLANG_EPD_TOKEN and --api-key are printable ASCII without a blank at either end"
+            )
         return cls(
-            tokens,
+            token,
             serving.ssl_certfile or "",
             serving.ssl_keyfile or "",
             serving.ssl_keyfile_password or "",
             serving.ssl_ca_certs or "",
         )
-
-    @property
-    def token(self) -> str:
-        """The token that this server shows to others; empty for none."""
-        return self.tokens[0] if self.tokens else ""
 
     @property
     def scheme(self) -> str:
@@ -67,14 +61,12 @@ class Trust:
 
     def headers(self) -> dict[str, str]:
         """Headers for servers that are trusted with the token."""
-        return {"Authorization": f"Bearer {self.token}"} if self.tokens else {}
+        return {"Authorization": f"Bearer {self.token}"} if self.token else {}
 
     def admits(self, authorization: bytes) -> bool:
-        """Whether this `Authorization` header has an accepted token; takes the same time always."""
-        matches = [
-            hmac.compare_digest(authorization, f"Bearer {token}".encode()) for token in self.tokens
-        ]
-        return not matches or any(matches)
+        """Whether this `Authorization` header has the token; takes the same time always."""
+        expected = f"Bearer {self.token}".encode()
+        return not self.token or hmac.compare_digest(authorization, expected)
 
     def server_ssl(self) -> ssl.SSLContext | None:
         """For a socket that listens; None where this server has no certificate.

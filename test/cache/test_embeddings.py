@@ -6,6 +6,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from integrity import check_cache
 from sglang_epd.cache import EmbeddingCache, LayoutCache
 from sglang_epd.cache.embeddings import Entry
 from sglang_epd.wire.messages import Layout, TensorSpec
@@ -65,7 +66,7 @@ def test_more_releases_than_pins_are_an_error(cache):
     cache.release(entry)
     with pytest.raises(ValueError, match="more often"):
         cache.release(entry)
-    cache.check_integrity()
+    check_cache(cache)
 
 
 def test_memory_of_its_own_makes_others_leave(cache, evicted):
@@ -78,7 +79,7 @@ def test_memory_of_its_own_makes_others_leave(cache, evicted):
     assert not evicted
     cache.own(mine)
     assert evicted == [b"idle"]
-    cache.check_integrity()
+    check_cache(cache)
 
 
 def test_a_capacity_is_not_negative():
@@ -183,7 +184,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     @invariant()
     def the_books_add_up(self):
-        self.cache.check_integrity()
+        check_cache(self.cache)
         assert not self.evicted
         assert len(self.cache) == len(self.found)
         assert self.cache.nbytes == WIDTH_BYTES * self.kept_rows(self.held)

@@ -162,7 +162,7 @@ async def test_no_error_holds_the_token(start, dead_url):
 
 async def test_an_encoders_certificate_has_to_be_believed(tmp_path):
     made = certificates.make(tmp_path)
-    trust = Trust(("api-key",), made.certfile, made.keyfile, ca_certs=made.certfile)
+    trust = Trust("api-key", made.certfile, made.keyfile, ca_certs=made.certfile)
     seen: list[str | None] = []
 
     async def handle(http: web.Request) -> web.Response:

@@ -63,6 +63,7 @@ def test_another_model_is_refused_with_both_names(pool):
     pool.add(A)
     pool.heard(A, Report("other"))
     assert urls(pool) == []
+    assert pool.state(A) is Health.MISFIT
     complaint = pool.complaint()
     assert isinstance(complaint, NamespaceError) and "other" in complaint.message
     pool.add(B)
@@ -91,6 +92,7 @@ async def test_one_that_refused_the_token_is_left_alone_for_a_while_however_well
         raise TokenError("refused")
     await asyncio.wait_for(waiting, 5)
     pool.heard(A, Report("ns"))
+    assert pool.state(A) is Health.MISFIT
     assert urls(pool) == [B] and pool.complaint() is None, "B may take it"
     pool.remove(B, STATIC)
     complaint = pool.complaint()
@@ -192,7 +194,9 @@ async def test_who_stops_waiting_is_not_woken(pool):
     st.lists(
         st.tuples(
             st.sampled_from([A, B]),
-            st.sampled_from(["add", "register", "heard", "drain", "failed", "doubt", "expire"]),
+            st.sampled_from(
+                ["add", "register", "heard", "misfit", "drain", "failed", "doubt", "expire"]
+            ),
             st.floats(0, 20),
         ),
         max_size=60,
@@ -217,6 +221,8 @@ def test_no_order_of_events_breaks_the_table(events):
                 pool.register(url, "", 10)
             case "heard" | "drain":
                 pool.heard(url, Report("ns", draining=event == "drain"))
+            case "misfit":
+                pool.heard(url, Report("other"))
             case "failed":
                 pool.failed(url, "no")
             case "doubt":

@@ -176,7 +176,7 @@ async def test_one_that_has_gone_is_not_asked_any_more_and_may_join_anew(
 
 async def test_a_certificate_has_to_be_believed(pool, session, status_server, tmp_path):
     made = certificates.make(tmp_path)
-    server = await status_server(tls=Trust((), made.certfile, made.keyfile).server_ssl())
+    server = await status_server(tls=Trust("", made.certfile, made.keyfile).server_ssl())
     stranger = Prober(pool, session, Trust().client_ssl(), PACE)
     pool.add(server.url)
     stranger.doubt(server.url)

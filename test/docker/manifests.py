@@ -1,5 +1,5 @@
 """What `kubectl kustomize` would print of an overlay, as far as these overlays go: resources
-of other folders, generated ConfigMaps, images, and patches that add.
+of other folders, generated ConfigMaps, and patches that add.
 
 What it does not know it refuses, so that nothing is taken for checked that is not.
 """
@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-_KNOWN = {"apiVersion", "kind", "resources", "configMapGenerator", "images", "patches"}
+_KNOWN = {"apiVersion", "kind", "resources", "configMapGenerator", "patches"}
 Manifest = dict[str, Any]
 
 
@@ -38,11 +38,6 @@ def built(folder: Path) -> list[Manifest]:
         changes: Any = documents(folder / patch["path"])[0]  # a list, as RFC 6902 has it
         for change in changes:
             _apply(target[0], change)
-    for image in told.get("images", ()):
-        for pod in map(pod_of, found):
-            for container in pod["containers"] if pod else ():
-                if container["image"] == image["name"]:
-                    container["image"] = f"{image['newName']}:{image['newTag']}"
     return found
 
 

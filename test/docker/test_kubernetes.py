@@ -89,6 +89,18 @@ def test_no_file_is_left_out_and_no_name_is_there_twice(manifests):
         assert there == {name for name in used if not name.startswith("..")}
 
 
+def test_one_entry_of_an_overlay_names_the_image_of_all(manifests):
+    assert {container["image"] for container in containers(manifests)} == {"sglang-epd"}
+
+
+def test_an_autoscaler_alone_says_how_many_there_are(manifests):
+    """Else each `kubectl apply` would undo its work."""
+    (scaler,) = of(manifests, "HorizontalPodAutoscaler")
+    for one in of(manifests, "Deployment"):
+        scaled = one["metadata"]["name"] == scaler["spec"]["scaleTargetRef"]["name"]
+        assert ("replicas" in one["spec"]) is not scaled
+
+
 def test_everything_selects_pods_that_there_are(manifests):
     there = components(manifests)
     for one in manifests:
@@ -146,7 +158,9 @@ def test_servers_have_probes_and_time_to_drain(manifests):
             assert probe not in container or container[probe][kind]["port"] in named
         if container["name"] != "server":
             continue
-        assert "startupProbe" in container
+        start = container["startupProbe"]
+        start_s = start["periodSeconds"] * start["failureThreshold"]
+        assert one["spec"]["progressDeadlineSeconds"] > start_s, "a rollout waits for it"
         pause = container["lifecycle"]["preStop"]["sleep"]["seconds"]
         assert pod["terminationGracePeriodSeconds"] > pause + DRAIN_S + 2
         # An encoder that drains answers /health with 503, and is not to be killed for it.

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from encoder.site import Site, serving
+from integrity import check_cache
 from sglang_epd.cache import EmbeddingCache, UrlMemory
 from sglang_epd.encoder.admission import Admission
 from sglang_epd.encoder.pipeline.computations import Computations
@@ -244,7 +245,7 @@ async def computations(
     fakes.preprocess.go_on()
     fakes.forwarded.go_on()
     await computations.close()
-    cache.check_integrity()
+    check_cache(cache)
 
 
 class Asked(EncoderService):

@@ -113,13 +113,13 @@ async def test_one_that_comes_later_is_found_soon_and_logged_once(directory, reg
 
 
 @pytest.mark.parametrize(
-    ("namespace", "tokens", "said"),
-    [("ours", ("secret",), "HTTP 401"), ("theirs", (), "HTTP 409")],
+    ("namespace", "token", "said"),
+    [("ours", "secret", "HTTP 401"), ("theirs", "", "HTTP 409")],
 )
 async def test_a_refusal_is_said_loudly_and_not_the_end(
-    directory, register, caplog, namespace, tokens, said
+    directory, register, caplog, namespace, token, said
 ):
-    one = await directory(namespace, Trust(tokens))
+    one = await directory(namespace, Trust(token))
     register(one.url)
     await until(lambda: said in caplog.text)
     assert not one.pool.urls()
@@ -139,13 +139,13 @@ async def test_over_tls_only_where_the_certificate_is_believed(
     directory, register, caplog, tmp_path
 ):
     made = certificates.make(tmp_path)
-    one = await directory(trust=Trust(("secret",), made.certfile, made.keyfile))
-    stranger = register(one.url, trust=Trust(("secret",)))
+    one = await directory(trust=Trust("secret", made.certfile, made.keyfile))
+    stranger = register(one.url, trust=Trust("secret"))
     await until(lambda: "no TLS connection" in caplog.text)
     assert not one.pool.urls()
     assert "secret" not in caplog.text
     await stranger.leave()
-    register(one.url, trust=Trust(("secret",), ca_certs=made.certfile))
+    register(one.url, trust=Trust("secret", ca_certs=made.certfile))
     await until(lambda: one.pool.urls() == [URL])
 
 

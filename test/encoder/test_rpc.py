@@ -52,8 +52,8 @@ async def serve(service, metrics) -> AsyncIterator[Serve]:
     """Starts the encoder's server; its URL."""
     async with AsyncExitStack() as stack:
 
-        async def start(*tokens: str, **options) -> str:
-            answering = Answering(service, metrics, Trust(tokens), MAX_BODY, **options)
+        async def start(token: str = "", **options) -> str:
+            answering = Answering(service, metrics, Trust(token), MAX_BODY, **options)
             server = RpcServer(answering, "127.0.0.1:0")
             await server.start()
             start.stop = server.stop
@@ -82,12 +82,12 @@ async def test_items_are_encoded_and_large_media_arrive_as_they_were(
 
 
 async def test_without_the_token_nothing_is_read(serve, service, fakes, asking, count):
-    url = await serve("secret", "api-key")
+    url = await serve("secret")
     async with EncoderClient() as stranger, EncoderClient("wrong") as other:
         for one in (stranger, other):
             with pytest.raises(UnavailableError, match="refused this server's SGLANG_EPD_TOKEN"):
                 await one.encode(url, asking(b"a"))
-    async with EncoderClient("api-key") as known:
+    async with EncoderClient("secret") as known:
         await known.encode(url, asking(b"a"))
     assert len(fakes.acquire.calls) == 1
     assert count("requests_total", status="401") == 2

@@ -47,8 +47,8 @@ async def serve(service, metrics) -> AsyncIterator[Serve]:
     """Starts the encoder's server; its host and port."""
     async with AsyncExitStack() as stack:
 
-        async def start(*tokens: str, networks: tuple[str, ...] = LOOPBACK) -> str:
-            answering = Answering(service, metrics, Trust(tokens), 1 << 20)
+        async def start(token: str = "", networks: tuple[str, ...] = LOOPBACK) -> str:
+            answering = Answering(service, metrics, Trust(token), 1 << 20)
             sglangs = SglangService(answering, networks)
             server = RpcServer(answering, "127.0.0.1:0", sglangs)
             await server.start()

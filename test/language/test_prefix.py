@@ -15,6 +15,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from integrity import check_gate
 from sglang_epd.errors import DeadlineError, from_code
 from sglang_epd.language import manifest
 from sglang_epd.language.assembly import Rows
@@ -320,7 +321,7 @@ class GateMachine(RuleBasedStateMachine):
     def tick(self) -> None:
         for rank in self.ranks:
             rank.gate.tidy()
-            rank.gate.check_integrity()
+            check_gate(rank.gate)
 
     @precondition(lambda self: self.parked())
     @rule(data=st.data(), fails=st.booleans())

@@ -5,6 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from integrity import check_extents
 from sglang_epd.transfer.extents import ALIGNMENT, Extents, aligned
 
 PAGES = 16
@@ -56,14 +57,14 @@ class ExtentsMachine(RuleBasedStateMachine):
 
     @invariant()
     def the_books_add_up(self):
-        self.extents.check_integrity()
+        check_extents(self.extents)
         used = sum(owner is not None for owner in self.pages)
         assert self.extents.taken_bytes == used * ALIGNMENT
 
     def teardown(self):
         for offset in self.taken:
             self.extents.give(offset)
-        self.extents.check_integrity()
+        check_extents(self.extents)
         assert self.extents.take(PAGES * ALIGNMENT) == 0, "all of it is one piece again"
 
 
@@ -88,7 +89,7 @@ def test_a_size_that_is_no_multiple_is_rounded_down():
 def test_nothing_fits_into_nothing():
     extents = Extents(0)
     assert extents.take(1) is None
-    extents.check_integrity()
+    check_extents(extents)
 
 
 @pytest.mark.parametrize("offset", [0, ALIGNMENT, -1, 12345])
@@ -112,4 +113,4 @@ def test_books_that_do_not_add_up_are_noticed(damage, complaint):
     extents.take(1)
     damage(extents)
     with pytest.raises(AssertionError, match=complaint):
-        extents.check_integrity()
+        check_extents(extents)

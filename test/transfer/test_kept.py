@@ -16,6 +16,7 @@ from hypothesis.stateful import (
     rule,
 )
 
+from integrity import check_ledger
 from sglang_epd.errors import EncodeError, ProtocolError
 from sglang_epd.transfer.blocks import Block
 from sglang_epd.transfer.entries import ItemState
@@ -58,7 +59,7 @@ def serve(books: Books, ticket: str, letters: str) -> None:
     assert [item.key for item in landed] == [key(letter) for letter in letters]
     books.drop(*landed)
     books.needed()
-    books.ledger.check_integrity()
+    check_ledger(books.ledger)
 
 
 def test_what_is_here_is_not_needed_again():
@@ -93,7 +94,7 @@ def test_it_is_found_while_others_hold_or_read_it_and_stays_until_all_have_dropp
     assert not books.kept
     books.drop(*late)
     assert books.kept == "a"
-    books.ledger.check_integrity()
+    check_ledger(books.ledger)
 
 
 def test_an_offer_of_what_is_here_is_declined_and_needs_no_bytes():
@@ -118,7 +119,7 @@ def test_an_offer_that_waits_is_declined_when_another_request_has_received_the_s
     assert key("a") in books.ledger.take_stirred(), "the receiver asks again"
     assert books.ledger.offer(again, 0.0) == CACHED
     assert claimed(books, waiting)
-    books.ledger.check_integrity()
+    check_ledger(books.ledger)
 
 
 def test_what_is_kept_makes_room_least_recently_used_first():
@@ -131,7 +132,7 @@ def test_what_is_kept_makes_room_least_recently_used_first():
     books.deliver("u", 0, "x", pages=3)
     assert books.kept == "abfgh", "three had to go, and not those just used, or needed soon"
     assert books.tally.counts["evictions", ""] == 3
-    books.ledger.check_integrity()
+    check_ledger(books.ledger)
 
 
 def test_what_had_to_make_room_before_it_was_used_is_needed_after_all():
@@ -146,7 +147,7 @@ def test_what_had_to_make_room_before_it_was_used_is_needed_after_all():
     books.ledger.cancel("v", 0.0)
     books.deliver("u", 0, "a")
     assert books.settled()
-    books.ledger.check_integrity()
+    check_ledger(books.ledger)
 
 
 def test_nothing_is_kept_without_a_capacity_and_no_more_than_it():
@@ -224,7 +225,7 @@ def test_samples_may_be_covered_differently():
     for item, letter, there in ((1, "b", [False, True]), (0, "a", [True, True])):
         books.deliver("t", item, letter)
         assert [[bool(item) for item in landed] for landed in books.settled()] == [there]
-        books.ledger.check_integrity()
+        check_ledger(books.ledger)
     assert len(books.ledger) == 0
 
 
@@ -283,7 +284,7 @@ def test_a_request_that_ends_while_the_prefix_cache_is_asked_is_told_so():
     books.ledger.cancel("t", 0.0)
     books.claim(expect, "d", covered=(0,))
     assert books.outcomes()[0].code == "RequestCancelledError"
-    books.ledger.check_integrity()
+    check_ledger(books.ledger)
 
 
 def test_items_are_handed_out_before_the_others_are_here_and_again_with_them():
@@ -306,7 +307,7 @@ def test_items_are_handed_out_before_the_others_are_here_and_again_with_them():
     assert [item.key for item in items] == [key("a"), key("b"), key("c")]
     books.drop(*items)
     assert len(books.reservations) == 0
-    books.ledger.check_integrity()
+    check_ledger(books.ledger)
 
 
 def test_a_part_in_use_keeps_its_items_from_others_after_its_request_has_failed():
@@ -357,7 +358,7 @@ def test_the_first_rows_of_an_item_are_told_of_and_handed_out_before_the_others_
     assert len(books.reservations) == 1, "its first rows are read"
     books.drop(first)
     assert len(books.reservations) == 0
-    books.ledger.check_integrity()
+    check_ledger(books.ledger)
 
 
 @pytest.mark.parametrize("rows", [0, 1, ROWS])
@@ -393,7 +394,7 @@ def test_rows_of_an_item_that_never_was_whole_are_nobody_elses_while_they_are_re
     assert books.kept == "", "nobody finds it by its key"
     books.drop(first)
     assert len(books.reservations) == 0
-    books.ledger.check_integrity()
+    check_ledger(books.ledger)
 
 
 def test_an_item_that_became_whole_is_nobody_elses_while_its_first_rows_are_read():
@@ -730,7 +731,7 @@ class KeptMachine(RuleBasedStateMachine):
 
     @invariant()
     def the_books_add_up(self) -> None:
-        self.ledger.check_integrity()
+        check_ledger(self.ledger)
         assert self.ledger._entries.keys() == self.open.keys()
         assert self.books.reservations.kept_bytes <= self.kept_pages * PAGE
 
@@ -755,7 +756,7 @@ class KeptMachine(RuleBasedStateMachine):
         self.books.reservations.reclaim(self.now)
         assert len(self.books.reservations) == 0
         assert self.books.reservations.held_bytes == 0, "bytes leaked"
-        self.ledger.check_integrity()
+        check_ledger(self.ledger)
 
 
 TestKept = KeptMachine.TestCase

@@ -32,6 +32,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from integrity import check_ledger
 from sglang_epd.errors import EpdError
 from sglang_epd.transfer import host
 from sglang_epd.transfer import receiver as receiver_module
@@ -140,7 +141,7 @@ class Lossy(RuleBasedStateMachine):
     def restart_receiver(self) -> None:
         """Its requests are gone with it."""
         self.receiver.stop()
-        self.receiver._ledger.check_integrity()
+        check_ledger(self.receiver._ledger)
         self.requests.clear()
         self.start_receiver()
         self.link.lead_to(self.receiver.endpoint)
@@ -192,7 +193,7 @@ class Lossy(RuleBasedStateMachine):
             self.thread.join()
             self.loop.close()
             self.folder.cleanup()
-        self.receiver._ledger.check_integrity()
+        check_ledger(self.receiver._ledger)
 
     def all_ends_well(self) -> None:
         """Once the network is well and every item has an encoder, all ends by itself."""
@@ -388,4 +389,4 @@ async def test_a_hundred_encoders_at_once_that_come_late_and_twice(tmp_path: Pat
             await sender.close()
         scheduler.close()
         await asyncio.to_thread(receiver.stop)
-    receiver._ledger.check_integrity()
+    check_ledger(receiver._ledger)

@@ -142,21 +142,6 @@ class EmbeddingCache:
                 self._forget_idle(entry)
         return len(entries)
 
-    def check_integrity(self) -> None:
-        """Raise AssertionError where the bookkeeping contradicts itself."""
-        held = [*self._entries.values(), *self._dropped]
-        sizes: dict[object, int] = {}
-        for entry in held:
-            memory = entry.embedding.untyped_storage()
-            shared = memory.nbytes() > entry.nbytes
-            sizes[memory.data_ptr() if shared else entry] = memory.nbytes()
-        assert self._bytes == sum(sizes.values())
-        assert self._idle_bytes == sum(entry.nbytes for entry in self._idle.values())
-        assert all(entry.pins > 0 for entry in self._dropped)
-        assert self._idle.keys() == {key for key, e in self._entries.items() if not e.pins}
-        assert all(key == entry.key for key, entry in self._entries.items())
-        assert not self._idle or self._bytes <= self.capacity_bytes
-
     def _pin(self, entry: Entry) -> None:
         if not entry.pins:
             del self._idle[entry.key]

@@ -35,6 +35,7 @@ class Health(enum.Enum):
     SUSPECT = "suspect"  # the last probe or request failed: asked where no other is left
     OPEN = "open"  # failed again: not asked; what it has goes elsewhere, if there is one
     DRAINING = "draining"  # finishes what it has
+    MISFIT = "misfit"  # of another model, or refuses this server's token: not asked
     GONE = "gone"  # its lease or its name's address ended; it may join anew
 
 
@@ -44,11 +45,12 @@ OnMove = Callable[[str, Health | None, Health, str], None]
 Wake = Callable[[], object]
 _S = Health
 _MOVES: dict[Health, frozenset[Health]] = {
-    _S.JOINING: frozenset({_S.READY, _S.SUSPECT, _S.DRAINING, _S.GONE}),
-    _S.READY: frozenset({_S.SUSPECT, _S.DRAINING, _S.GONE}),
-    _S.SUSPECT: frozenset({_S.READY, _S.OPEN, _S.DRAINING, _S.GONE}),
-    _S.OPEN: frozenset({_S.READY, _S.DRAINING, _S.GONE}),
-    _S.DRAINING: frozenset({_S.READY, _S.SUSPECT, _S.GONE}),
+    _S.JOINING: frozenset({_S.READY, _S.SUSPECT, _S.DRAINING, _S.MISFIT, _S.GONE}),
+    _S.READY: frozenset({_S.SUSPECT, _S.DRAINING, _S.MISFIT, _S.GONE}),
+    _S.SUSPECT: frozenset({_S.READY, _S.OPEN, _S.DRAINING, _S.MISFIT, _S.GONE}),
+    _S.OPEN: frozenset({_S.READY, _S.DRAINING, _S.MISFIT, _S.GONE}),
+    _S.DRAINING: frozenset({_S.READY, _S.SUSPECT, _S.MISFIT, _S.GONE}),
+    _S.MISFIT: frozenset({_S.READY, _S.SUSPECT, _S.DRAINING, _S.GONE}),
     _S.GONE: frozenset(),
 }
 # Where work may go, best first.
@@ -244,11 +246,9 @@ class Pool:
                 return
             encoder.failures = 0
             encoder.report, encoder.reported_at = report, encoder.outstanding
-            misfit, encoder.misfit = encoder.misfit, self._misfit(encoder, report)
-            self._move(encoder, _S.DRAINING if report.draining else _S.READY, "")
-            if misfit and not encoder.misfit:
-                self._tell()
-                self._take_elsewhere()
+            encoder.misfit = misfit = self._misfit(encoder, report)
+            state = _S.DRAINING if report.draining else _S.MISFIT if misfit else _S.READY
+            self._move(encoder, state, misfit.message if misfit else "")
 
     def failed(self, url: str, why: str) -> None:
         """Note a probe that found the encoder out of reach or silent, and why."""
@@ -392,7 +392,7 @@ class Pool:
     def _take_elsewhere(self) -> None:
         """A silent encoder keeps its items until there is an elsewhere: if all are silent, the
         fault is rather this server's, or the network's."""
-        if any(one.state is _S.READY and one.misfit is None for one in self._encoders.values()):
+        if any(one.state is _S.READY for one in self._encoders.values()):
             for one in self._encoders.values():
                 if one.state is _S.OPEN:
                     _lose(one)
@@ -421,7 +421,8 @@ class Pool:
                 # Without its trace.
                 encoder.misfit = from_code(error.code, error.message)
                 encoder.refused_until = self._clock() + _REFUSED_S
-                self._tell()
+                if encoder.state in _USABLE:
+                    self._move(encoder, _S.MISFIT, error.message)
                 self.look(url)
             elif isinstance(error, UnavailableError):
                 self.doubt(url, error.message)

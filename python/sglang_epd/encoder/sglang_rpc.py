@@ -185,8 +185,8 @@ class SglangService:
         Raises:
             ProtocolError: it has not, and nothing may be pushed for such callers.
         """
-        tokens = self._answering.trust.tokens
-        trusted = bool(tokens) and self._answering.authorised(call.headers)
+        secret = self._answering.trust.token
+        trusted = bool(secret) and self._answering.authorised(call.headers)
         if not trusted and not self._networks:
             raise ProtocolError(
                 "this encoder pushes no embeddings: SGLANG_EPD_ENCODER_PUSH_NETWORKS has to "

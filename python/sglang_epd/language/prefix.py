@@ -288,11 +288,6 @@ class PrefixGate:
         request, _ = self._parked.pop(name)
         return self._fail(request, error)
 
-    def check_integrity(self) -> None:
-        """Raise AssertionError if the books do not add up."""
-        live = {*self._queue.waiting(), *self._parked}
-        assert set(self._locks) <= live, "a match is held for nobody"
-
     def _fail(self, request: Any, error: EpdError) -> Failure:
         self._unlock(manifest.name(request))
         self._queue.discard(request)

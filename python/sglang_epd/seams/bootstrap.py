@@ -71,7 +71,7 @@ def ends_with_its_server(end: Callable[[], None]) -> None:
 
 
 def trust() -> Trust:
-    """The tokens that this server accepts, and the one that it shows.
+    """The token and the certificate of this server.
 
     Raises:
         ConfigError: a setting that cannot be honoured.

@@ -450,7 +450,8 @@ def _pool(identity: str, tally: DispatchTally) -> Pool:
 
     def on_move(url: str, old: Health | None, new: Health, why: str) -> None:
         tally.moved(old.value if old else None, new.value, stays=new is not Health.GONE)
-        level = logging.WARNING if new in (Health.SUSPECT, Health.OPEN) else logging.INFO
+        ill = new in (Health.SUSPECT, Health.OPEN, Health.MISFIT)
+        level = logging.WARNING if ill else logging.INFO
         logger.log(level, "Encoder %s: %s%s", url, new.value, f" ({why})" if why else "")
 
     pool = Pool(identity, on_move=on_move)

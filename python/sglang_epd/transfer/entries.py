@@ -16,8 +16,8 @@ class ItemState(Enum):
     GRANTED = "granted"
     RECEIVED = "received"
     CACHED = "cached"
-    FAILED = "failed"
-    CANCELLED = "cancelled"
+    # With its request; `RequestEntry.error` says why.
+    ENDED = "ended"
 
 
 _S = ItemState
@@ -26,12 +26,11 @@ _S = ItemState
 # is dropped. A grant that expires, or that its encoder withdraws, leaves the item as if
 # never offered. A cached item may lose its embedding to a grant before it is used.
 TRANSITIONS: dict[ItemState, frozenset[ItemState]] = {
-    _S.PLANNED: frozenset({_S.GRANTED, _S.CACHED, _S.FAILED, _S.CANCELLED}),
-    _S.GRANTED: frozenset({_S.PLANNED, _S.GRANTED, _S.RECEIVED, _S.FAILED, _S.CANCELLED}),
-    _S.RECEIVED: frozenset({_S.FAILED, _S.CANCELLED}),
-    _S.CACHED: frozenset({_S.PLANNED, _S.FAILED, _S.CANCELLED}),
-    _S.FAILED: frozenset(),
-    _S.CANCELLED: frozenset(),
+    _S.PLANNED: frozenset({_S.GRANTED, _S.CACHED, _S.ENDED}),
+    _S.GRANTED: frozenset({_S.PLANNED, _S.GRANTED, _S.RECEIVED, _S.ENDED}),
+    _S.RECEIVED: frozenset({_S.ENDED}),
+    _S.CACHED: frozenset({_S.PLANNED, _S.ENDED}),
+    _S.ENDED: frozenset(),
 }
 
 

@@ -75,18 +75,6 @@ class Extents:
             begin = self._free.pop(index)[0]
         self._free.insert(index, (begin, end))
 
-    def check_integrity(self) -> None:
-        """Raise AssertionError if free and taken ranges do not tile the arena."""
-        ranges = [*self._free, *((at, at + size) for at, size in self._taken.items())]
-        position = 0
-        for begin, end in sorted(ranges):
-            assert begin == position, f"gap or overlap at {position}"
-            assert end > begin, "empty range"
-            position = end
-        assert position == self.size, "bytes are missing at the end"
-        for (_, end), (begin, _) in zip(self._free, self._free[1:], strict=False):
-            assert end < begin, "free neighbours were not joined"
-
 
 def aligned(nbytes: int) -> int:
     """`nbytes` rounded up to the size of an allocation."""

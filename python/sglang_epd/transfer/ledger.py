@@ -326,10 +326,9 @@ class Ledger:
             self._remember(ticket, error, wire.Needed(ticket, over=True))
         if entry is None or entry.error is not None:
             return
-        ended = _S.CANCELLED if isinstance(error, RequestCancelledError) else _S.FAILED
         for number, item in enumerate(entry.items):
             self._release(ticket, number, now)
-            item.move(ended)
+            item.move(_S.ENDED)
         entry.error = error
         entry.waiting.clear()
         self._stirred.add(ticket)
@@ -409,39 +408,6 @@ class Ledger:
         """Messages to connections of the control channel, each returned once."""
         messages, self._messages = self._messages, []
         return messages
-
-    def check_integrity(self) -> None:
-        """Raise AssertionError if the books do not add up."""
-        self.reservations.check_integrity()
-        relying = {
-            (ticket, number)
-            for ticket, entry in self._entries.items()
-            for number, item in enumerate(entry.items)
-            if item.state is _S.CACHED
-        }
-        listed = [pair for pairs in self._relying.values() for pair in pairs]
-        assert relying == set(listed), "lost count of who relies on the cache"
-        assert len(listed) == len(set(listed)), "an item relies on two keys"
-        assert all(self._relying.values()), "a key that nobody relies on is listed"
-        assert all(self.reservations.find(key) for key in self._relying), "relied on what is gone"
-        blocks = set()
-        for ticket, entry in self._entries.items():
-            assert ticket not in self._ended, "an open ticket is also ended"
-            assert entry.consumers > 0, "an entry without consumers is kept"
-            assert len(entry.claims) <= entry.consumers, "more claims than consumers"
-            assert entry.plan is not Plan.ASKING or not entry.claims, "it claimed before its answer"
-            patient = entry.plan in (Plan.GATHERING, Plan.ASKING)
-            assert patient or not entry.patient_until, "offers wait for a plan that is decided"
-            for item in entry.items:
-                holds = item.state in (_S.GRANTED, _S.RECEIVED)
-                assert (item.block is not None) == holds, "a block in a wrong state"
-                if item.block is not None:
-                    assert item.block.grant not in blocks, "two items hold one block"
-                    blocks.add(item.block.grant)
-            for claim in entry.claims.values():
-                assert not entry.satisfies(claim), "a complete request is still waited for"
-                assert entry.error is None, "a failed request is still waited for"
-        assert len(self._ended) <= _MAX_ENDED
 
     def _refusal(self, entry: RequestEntry | None, message: wire.Offer) -> str | None:
         ended = self._ended.get(message.ticket)

@@ -256,21 +256,3 @@ class Reservations:
             done = (drops == expected).all(axis=1)
             for block in (block for block, is_done in zip(closed, done, strict=True) if is_done):
                 self._retire(block)
-
-    def check_integrity(self) -> None:
-        """Raise AssertionError if the books do not add up."""
-        self.extents.check_integrity()
-        blocks = [block for some in self._blocks.values() for block in some.values()]
-        kept = list(self._blocks[_S.KEPT].values())
-        assert self.extents.taken_bytes == sum(aligned(block.nbytes) for block in blocks)
-        assert self.kept_bytes == sum(aligned(block.nbytes) for block in kept)
-        assert self.kept_bytes <= self._most_kept_bytes
-        slots = [block.slot for block in blocks]
-        assert len(set(slots)) == len(slots), "two blocks share a slot"
-        assert not set(slots) & set(self._slots), "a slot is both used and free"
-        for state, some in self._blocks.items():
-            assert all(block.state is state for block in some.values()), "a block in a wrong list"
-        assert not self._blocks[_S.FREE], "a free block is listed"
-        assert all(self._findable(block) and block.closed for block in kept)
-        findable = self._by_key.values()
-        assert all(block in blocks for block in findable), "a block that is gone can be found"

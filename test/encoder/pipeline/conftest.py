@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from encoder.towers import FakeTower, key_of, until
+from integrity import check_cache
 from sglang_epd.cache import EmbeddingCache
 from sglang_epd.encoder.pipeline.computations import Computations
 from sglang_epd.encoder.pipeline.scheduling import BatchBounds
@@ -42,7 +43,7 @@ async def computations(
     for tower in towers:
         tower.go_on()
     await computations.close()
-    cache.check_integrity()
+    check_cache(cache)
     assert not any(computations.status()["queue"].values())
     assert not any(tower.in_memory for tower in towers)
 

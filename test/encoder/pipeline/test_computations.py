@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from encoder.towers import ROW_BYTES, key_of, settle, states, until, value
+from integrity import check_cache
 from media.samples import encoded, picture
 from sglang_epd.encoder.breakage import Breakage
 from sglang_epd.encoder.pipeline import computations as module
@@ -599,7 +600,7 @@ async def test_what_is_dropped_while_in_use_stays_for_its_user(computations, ask
     assert await value(again) == ord("x")
     assert (await first.embedding()) is embedding
     first.release()
-    computations.cache.check_integrity()
+    check_cache(computations.cache)
 
 
 # Deadlines

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from encoder.towers import ROW_BYTES, FakeTower, until
+from integrity import check_cache
 from sglang_epd.cache import EmbeddingCache, UrlMemory
 from sglang_epd.encoder.admission import Admission
 from sglang_epd.encoder.pipeline import computations as module
@@ -119,7 +120,7 @@ async def meddle(
             tower = dice.choice(towers)
             tower.revives = dice.random() < 0.5
             tower.die()
-        cache.check_integrity()
+        check_cache(cache)
 
 
 class Asker:
@@ -254,6 +255,6 @@ async def test_everybody_is_answered_and_nothing_is_left(dice, towers, receivers
     assert not any(tower.in_memory for tower in towers)
     sums = {float(sum(name)) for name in GOOD}
     assert all(float(embedding[0, 0]) in sums for embedding in receivers.delivered)
-    computations.cache.check_integrity()
+    check_cache(computations.cache)
     await computations.close()
     await until(lambda: asyncio.all_tasks() == {asyncio.current_task()})

@@ -32,6 +32,7 @@ class Manager:
         self.answered = asyncio.Event()
         self.ended = asyncio.Event()
         self.aborted: list[str] = []
+        self.rid_to_state: dict[str, object] = {"rid": object()}
 
     def abort_request(self, rid: str) -> None:
         self.aborted.append(rid)
@@ -135,6 +136,17 @@ async def test_a_request_is_gone_with_its_answers(manager):
         assert asked() is None
     finally:
         gc.enable()
+
+
+async def test_a_request_that_is_over_is_not_aborted_when_its_connection_ends(obj, manager):
+    """Its id may be the beginning of another's."""
+    async with requests.aborted_when_left(manager, obj, Gone()):
+        await asyncio.sleep(0.1)
+    assert manager.aborted == ["rid"]
+    manager.rid_to_state.clear()
+    async with requests.aborted_when_left(manager, obj, Gone()):
+        await asyncio.sleep(0.1)
+    assert manager.aborted == ["rid"]
 
 
 async def test_what_runs_in_the_background_needs_no_client(obj, manager):

@@ -345,7 +345,7 @@ def test_token_ids_of_a_prompt_are_not_told_before_it_is_laid_out(
     frontend, collector, to_tokenizer
 ):
     lays_out = (lambda processor: processor) if to_tokenizer else None
-    seam = TokenizerSeam(frontend, collector, 60.0, lays_out=lays_out, secret=rundir.secret())
+    seam = TokenizerSeam(frontend, collector, 60.0, lays_out=lays_out, secret=bytes(32))
     request, begun = Request(images=["1"], return_prompt_token_ids=True), []
 
     def original(_manager, obj):

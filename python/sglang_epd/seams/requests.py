@@ -4,7 +4,8 @@ Each finds the receiver through `manager.mm_receiver`, which only a language ser
 (`seams/tokenizer.py`), and passes straight through without one. Leans on
 `managers.tokenizer_manager.TokenizerManager`: on `init_disaggregation`, which makes the last
 of its parts (the multimodal processor is there before it; it makes the bootstrap server of a
-prefill server and then the multimodal receiver), and on `abort_request(rid)`.
+prefill server and then the multimodal receiver), and on `abort_request(rid)`; the live requests
+are in its `rid_to_state`.
 """
 
 from __future__ import annotations
@@ -87,7 +88,11 @@ async def aborted_when_left(manager: Any, obj: Any, http: Any) -> AsyncIterator[
     async def look() -> None:
         while (await http.receive())["type"] != "http.disconnect":
             pass
-        manager.abort_request(obj.rid)
+        # The end of its answer is an end of the connection too. Schedulers abort all requests
+        # whose ids begin with this one, and with several tokenizer workers they are told even of
+        # one that is over.
+        if obj.rid in manager.rid_to_state:
+            manager.abort_request(obj.rid)
 
     looking = asyncio.create_task(look())
     try:

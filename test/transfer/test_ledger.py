@@ -723,6 +723,20 @@ def test_a_request_that_is_over_holds_up_nobody(books, over):
     books.grant("young")
 
 
+def test_what_a_request_gave_back_of_the_lower_half_is_filled_again(books):
+    """Else it would wait for what others hold, and they for it, until a deadline."""
+    books.expect("others", letters="?" * 5)
+    for item in range(PAGES // 2):
+        books.grant("others", item)
+    books.expect("t", letters="?" * 4)
+    blocks = [books.grant("t", item) for item in range(3)]
+    for block in blocks[:2]:
+        assert books.ledger.withdraw(wire.Withdraw(*block.name))
+    again = [books.grant("t", item) for item in range(4) if item != 2]
+    assert sorted(block.offset // PAGE for block in [*again, blocks[2]]) == [0, 1, 2, 3]
+    check_ledger(books.ledger)
+
+
 def test_a_revoked_grant_is_news_though_nothing_is_free(books):
     """What its request held counts no more, so others may have their turn."""
     books.expect()

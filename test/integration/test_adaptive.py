@@ -22,6 +22,8 @@ from integration.listener import Site
 from integration.test_parity import TOKENS, Messages
 from integration.topology import Machine, Topology
 
+IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"
+
 
 @pytest.fixture(scope="module")
 def topology(machine: Machine) -> Topology:
@@ -121,6 +123,32 @@ def test_a_picture_is_compared_with_its_content_hash(
         assert bad.status_code == 400, bad.text
         assert f"image 1 of {len(hashes)}: the content hash does not match" in bad.text
     assert client.answer(message) == plain
+
+
+def test_turns_of_a_session_go_to_encoders(
+    machine: Machine, topology: Topology, few: Messages, many: Messages
+) -> None:
+    """SGLang has the pictures of all turns in one request, and calls the tower on all of them."""
+    answers = []
+    before = decisions(topology)
+    for server in (topology.client(), machine.colocated(topology.model)):
+        session = server.post("/open_session", {"capacity_of_str_len": 10_000}).json()
+        told: dict[str, Any] = {"id": session}
+        for messages in (few, many):
+            urls = [part["image_url"]["url"] for part in messages[0]["content"][:-1]]
+            answer = server.generate(
+                text=IMAGE * len(urls) + "What?",
+                image_data=urls,
+                sampling_params={"max_new_tokens": 8, "temperature": 0},
+                session_params=told,
+            )
+            assert answer.status_code == 200, answer.text
+            told = {"id": session, "rid": answer.json()["meta_info"]["id"]}
+            answers.append(answer.json()["text"])
+        server.post("/close_session", {"session_id": session})
+    assert answers[:2] == answers[2:]
+    after = decisions(topology)
+    assert after["remote", "session"] == before.get(("remote", "session"), 0) + 2
 
 
 def _media(message: dict[str, Any]) -> list[bytes]:

@@ -15,7 +15,7 @@ import requests
 from PIL import Image
 
 from integration.client import TOLERANCE, Client, data_url, image_part, text_part, until, user
-from integration.counters import answered, counted
+from integration.counters import answered, counted, status
 from integration.hostile import flood_the_payload_port
 from integration.late import Late, question
 from integration.listener import Site
@@ -250,6 +250,19 @@ def test_a_client_that_leaves_is_forgotten(
             requests.post(url, json=body, timeout=(5.0, timeout_s))
     client.answer(*messages)
     topology.check_alive()
+
+
+@pytest.mark.parametrize("role", ["language@zmq_to_tokenizer", "language@ranks"])
+def test_an_encoder_stops_when_a_client_has_left(machine: Machine, site: Site, role: str) -> None:
+    topology = machine.use("others")
+    site.slow_s = 60.0
+    body = {"messages": [user({"type": "image_url", "image_url": {"url": f"{site.url}/slow.png"}})]}
+    with pytest.raises(requests.Timeout):
+        url = f"{topology.urls[role]}/v1/chat/completions"
+        requests.post(url, json={"model": "default", **body}, timeout=(5.0, 1.0))
+    until(lambda: site.asked)
+    # Before the encoder's own limit on a download.
+    until(lambda: status(topology)["items"] == 0, seconds=5.0)
 
 
 @pytest.mark.extended

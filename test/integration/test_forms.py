@@ -131,13 +131,20 @@ def test_an_answer_of_a_given_form(language: Client, colocated: Client, urls: li
 
 
 def test_a_session(language: Client, colocated: Client, urls: list[str]) -> None:
-    """The second request goes on from the first, whose picture is in its prompt."""
+    """Each request goes on from the one before, whose pictures are in its prompt."""
+    turns = (
+        (f"{IMAGE}What?", [urls[0]]),
+        ("And now?", None),
+        # A picture that is known here, and a new one.
+        (f"{IMAGE}And this?", [urls[0]]),
+        (f"{IMAGE}And that?", [urls[1]]),
+    )
     texts = []
     for server in (language, colocated):
         session = server.post("/open_session", {"capacity_of_str_len": 10_000}).json()
         told: dict[str, Any] = {"id": session}
         answers = []
-        for text, images in ((f"{IMAGE}What?", [urls[0]]), ("And now?", None)):
+        for text, images in turns:
             answer = server.generate(
                 text=text, image_data=images, sampling_params=GREEDY, session_params=told
             )

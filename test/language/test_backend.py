@@ -48,6 +48,7 @@ class FakeClaims:
     def __init__(self) -> None:
         self.claims: dict[str, Expect] = {}
         self.covered: list[tuple[int, ...]] = []
+        self.asked: list[bool] = []
         self.announced: list[tuple[str, Expect]] = []
         self.abandoned: list[str] = []
         self._settled: list[Settled] = []
@@ -64,6 +65,7 @@ class FakeClaims:
         assert claim not in self.claims, "each claim has a name of its own"
         self.claims[claim] = expect
         self.covered.append(covered)
+        self.asked.append(prefix)
 
     def again(self, rid: str, expect: Expect) -> None:
         self.announced.append((rid, expect))
@@ -469,6 +471,18 @@ def test_what_may_be_covered_goes_on_at_once_and_is_claimed_when_that_is_known(l
     claims.settle(0, error=DeadlineError("too late"))
     assert leader.pass_on([]) == [one]
     assert outcome(one).code == "DeadlineError"
+
+
+@pytest.mark.parametrize("carried", [KNOWN, EXPECT])
+def test_a_turn_of_a_session_waits_for_all_its_items(claims, carried):
+    """The next turn's prompt begins with this one's, and its items."""
+    leader = Leader(claims, SECRET, prefix=True, resume=lambda _trace: OFF)
+    one = request(carried=carried)
+    one.session_params = {"id": "session"}
+    assert leader.pass_on([one]) == []
+    assert leader.waiting == [one]
+    assert claims.covered == [()]
+    assert claims.asked == [False], "the prefix cache is not asked"
 
 
 @pytest.mark.parametrize("forgone", [False, True])

@@ -23,7 +23,7 @@ from sglang_epd.errors import (
 from sglang_epd.language import planner
 from sglang_epd.language.local_images import LocalImage
 from sglang_epd.observability.language import DecisionMetrics
-from sglang_epd.seams import adaptive
+from sglang_epd.seams import adaptive, requests
 from sglang_epd.seams.adaptive import Adaptive
 
 URL = "http://encoder:1"
@@ -164,7 +164,7 @@ def views():
 async def build(views, monkeypatch):
     monkeypatch.setattr(adaptive, "_LOOK_S", 0.01)
     monkeypatch.setattr(adaptive, "_current", contextvars.ContextVar("test", default=None))
-    monkeypatch.setattr(adaptive, "_http", contextvars.ContextVar("test", default=None))
+    monkeypatch.setattr(requests, "_http", contextvars.ContextVar("test", default=None))
 
     def run(min_items=1, plan=planner.plan):
         frontend, images = FakeFrontend(), FakeImages()
@@ -264,6 +264,18 @@ async def test_videos_and_sounds_always_go_to_encoders(build, views, media):
     assert not manager.images.read_items
 
 
+async def test_a_turn_of_a_session_goes_to_encoders_and_is_not_taken_back(build, views):
+    """SGLang has the items of all turns in one request."""
+    views.clear()
+    manager = build(min_items=9)
+    prompt = Prompt(images=["1"], session_params={"id": "session"})
+    manager.dispatch(prompt)
+    asyncio.get_running_loop().call_later(0.1, manager.frontend.end, "rid", UnavailableError("x"))
+    assert (await manager.tokenize(prompt)).prompt.need_wait_for_mm_inputs is True
+    assert manager.counted() == {("remote", "session"): 1}
+    assert not manager.images.read_items
+
+
 @pytest.mark.parametrize("error", [UnavailableError, OverloadedError, NamespaceError])
 async def test_what_no_encoder_took_is_encoded_here(build, error):
     manager = build()
@@ -337,9 +349,9 @@ async def test_a_client_that_leaves_meanwhile_is_noticed(build):
     manager = build()
     prompt = Prompt(images=["1000"])
     http = Http()
-    manager.seam.noted(prompt, http)
+    requests.noted(prompt, http)
     # The copies that SGLang makes of a sampled request come without it.
-    manager.seam.noted(prompt)
+    requests.noted(prompt)
     manager.dispatch(prompt)
     asyncio.get_running_loop().call_later(0.05, setattr, http, "gone", True)
     with pytest.raises(ValueError, match="left"):

@@ -244,6 +244,8 @@ encoder/model/preparing: multimodal.processors.base_processor BaseMultimodalProc
     self.image_config = mm_process_config.get("image", {})
     self.video_config = mm_process_config.get("video", {})
     self.audio_config = mm_process_config.get("audio", {})
+families/adapter: multimodal.processors.base_processor BaseMultimodalProcessor._temporary_fast_processor_cuda_pool
+    with torch.cuda.use_mem_pool(pool, device=device):
 encoder/model/preparing: multimodal.processors.qwen_vl _get_processor_video_config
     if key not in QWEN_VIDEO_PREPROCESS_CONFIG_KEYS
 seams/bootstrap: disaggregation.common.conn CommonKVBootstrapServer.__init__

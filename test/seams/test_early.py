@@ -156,6 +156,12 @@ def test_a_server_that_may_come_to_decode_prefills_no_parts(parts_of, switches):
     assert (parts_of(switches=switches) is None) == switches
 
 
+@pytest.mark.parametrize(("mode", "some"), [("null", True), ("prefill", True), ("decode", False)])
+def test_a_decode_server_prefills_no_parts(parts_of, mode, some):
+    """A part is from no prefill server, and its KV would be kept as if it were."""
+    assert (parts_of(mode=mode) is not None) == some
+
+
 @pytest.mark.parametrize("preempts", [False, True])
 def test_no_part_throws_others_out_of_their_batch(parts_of, preempts):
     assert (parts_of(preempts=preempts) is None) == preempts

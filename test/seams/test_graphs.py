@@ -72,6 +72,27 @@ def test_a_tower_with_as_many_graphs_as_it_may_have_begins_anew(sglang, module, 
     assert device.synchronized == 1
 
 
+@pytest.mark.parametrize("graphs", [True, False])
+def test_a_pass_without_memory_drops_all_graphs(engine_of, monkeypatch, graphs):
+    """Also one whose capture failed, whose buffers are in no count."""
+    engine = engine_of(0, graphs)
+    tower = engine._target.tower
+    before = tower.cuda_graph_runner
+    tower.graph_runners = None
+    before.block_input[(7,)] = torch.zeros(7)
+
+    def fail(_items):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(engine._target, "get_image_feature", fail)
+    with pytest.raises(torch.OutOfMemoryError):
+        engine.launch(1, 4)
+    assert (tower.cuda_graph_runner is not before) == graphs
+    assert type(tower.cuda_graph_runner) is type(before)
+    assert bool(tower.cuda_graph_runner.block_input) != graphs
+    assert tower.graph_runners is None
+
+
 def test_a_runner_with_a_bound_of_its_own_is_left_alone(sglang):
     sglang("utils")
     module = importlib.import_module("sglang.srt.multimodal.kimi_k3_vit_cuda_graph_runner")

@@ -285,6 +285,20 @@ def queue(scheduler, gate):
 
 
 @pytest.mark.parametrize(
+    ("mode", "retracted", "asked"),
+    [("DECODE", True, False), ("DECODE", False, True), ("NULL", True, True)],
+)
+def test_what_a_decode_server_retracts_waits_for_nothing(
+    sglang, scheduler, gate, mode, retracted, asked
+):
+    scheduler.disaggregation_mode = sglang("disaggregation.utils").DisaggregationMode[mode]
+    gate.passes = False
+    prefix.add_request(FakeScheduler._add_request_to_queue, scheduler, request(), retracted)
+    assert scheduler.calls == ([] if asked else [("add", "r", True)])
+    assert bool(gate.told) == asked
+
+
+@pytest.mark.parametrize(
     ("ended", "only_prefilled", "decodes"),
     [(False, False, True), (True, False, False), (False, True, False)],
     ids=["answers", "has ended", "is a part"],

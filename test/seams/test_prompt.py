@@ -269,8 +269,10 @@ def test_a_processor_lays_prompts_out_on_its_ranks_device_without_memory_for_fea
     def init(host, server_args, *_args, **_options):
         seen.append((server_args.base_gpu_id, dict(adapts)))
         assert server_args._model_config == "noted"
-        host.mm_processor = "it"
+        host.mm_processor = it
 
+    inner = SimpleNamespace(_temporary_fast_processor_cuda_pool=None)
+    it = SimpleNamespace(_temporary_fast_processor_cuda_pool=None, inner=inner)
     monkeypatch.setattr(receiver.MMReceiverBase, "_init_mm_processor", init)
     third = SimpleNamespace(name=torch.device("cuda", 3))
     monkeypatch.setattr(adapter, "device_of", {"cuda": third, "cpu": Host()}.get)
@@ -279,6 +281,9 @@ def test_a_processor_lays_prompts_out_on_its_ranks_device_without_memory_for_fea
     server_args._resolution_finished = True
     for device in ("cuda", "cpu"):
         flags(disagg={"override": override}, device={"device": device})
-        assert load_processor(server_args, SimpleNamespace(hf_config=None)) == "it"
+        assert load_processor(server_args, SimpleNamespace(hf_config=None)) is it
+        for one in (it, it.inner):
+            with one._temporary_fast_processor_cuda_pool("cuda") as pool:
+                assert pool == "cuda", "there is none"
         assert server_args.base_gpu_id == 1, "others read it, too"
     assert seen == [(number, {"enable_adaptive_dispatch_to_encoder": False}) for number in (3, 1)]

@@ -111,6 +111,8 @@ class LedgerMachine(RuleBasedStateMachine):
             for grant in grants:
                 readers = range(claim.first_reader, claim.first_reader + claim.readers)
                 self.memory[grant].readings += readers
+        if ticket.waiting:
+            ticket.deadline = max(ticket.deadline, self.now + ticket.expect.ttl_s)
         ticket.consumers -= len(ticket.waiting)
         ticket.waiting.clear()
         if ticket.consumers <= 0:
@@ -784,6 +786,19 @@ def test_a_tokenizer_that_keeps_its_request_is_told_of_the_first_item(books, wai
     books.deliver(item=0)
     assert [needed.over for needed in books.needed()] == [True]
     assert books.settled()
+
+
+def test_samples_have_their_time_from_when_the_first_has_its_items(books):
+    """They come when it has been prefilled, and it may have waited for the scheduler."""
+    expect = books.expect(consumers=3, ttl_s=10.0)
+    books.deliver()
+    books.claim(expect, "first", now=9.0)
+    books.ledger.expire(18.0)
+    books.claim(expect, "second", now=18.0)
+    assert len(books.settled()) == 2
+    books.ledger.expire(28.0)
+    books.claim(expect, "third", now=28.0)
+    assert [outcome.code for outcome in books.outcomes()] == ["DeadlineError"]
 
 
 def test_a_claimant_asks_once(books):

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import copy
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -281,7 +282,9 @@ def load_processor(server_args: Any, model_config: Any) -> Any:
 
     It lays prompts out, and makes no features: it needs no memory for them on an accelerator, which
     SGLang takes for it on an adaptive server. SGLang's processors have their tensors on the
-    server's first accelerator; this one has them on this process's.
+    server's first accelerator; this one has them on this process's. There they make features in
+    a memory pool of one call's own, during which torch's allocator gives no unused memory back
+    for anybody; this one has none.
     """
     from sglang.srt.disaggregation.encoder.receiver import MMReceiverBase
     from sglang.srt.runtime_context import get_device, get_disagg
@@ -297,4 +300,9 @@ def load_processor(server_args: Any, model_config: Any) -> Any:
         MMReceiverBase._init_mm_processor(
             host, here, model_config.hf_config, model_config=model_config
         )
-    return host.mm_processor
+    processor: Any = host.mm_processor
+    one: Any
+    for one in (processor, getattr(processor, "inner", None)):
+        if hasattr(one, "_temporary_fast_processor_cuda_pool"):
+            one._temporary_fast_processor_cuda_pool = nullcontext
+    return processor

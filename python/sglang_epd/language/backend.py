@@ -172,6 +172,11 @@ class Leader:
         except EpdError as error:
             self._carry(request, Settled("", (), error.code, error.message))
             return True
+        if getattr(request, "session_params", None) is not None:
+            # Its prompt begins with another turn's: the prefix cache, and a part, would have
+            # only its own, and the next turn is to find its items.
+            self._claim(request, expect, (), None)
+            return False
         prompt = None if self.early is None else self.early.read(request, expect)
         if expect.layouts:
             # Every rank asks its prefix cache first.

@@ -354,7 +354,7 @@ class Frontend:
                 elif not done and not delivered:
                     raise DeadlineError("the request's media were not delivered in time")
                 elif not done:
-                    return  # no rank claimed them, and the receiver has ended the request
+                    return  # not all claims came; the receiver ends the request
             if not delivered:
                 self._delivered(request, started)
             self._account(request, last)

@@ -9,8 +9,7 @@ request of images that was sent when the first of them has landed. Until then, i
 it, it is taken back.
 
 Leans on `managers.tokenizer_manager.TokenizerManager`: `generate_request` calls
-`_init_req_state(obj, request)` with the HTTP request (None of one that did not come over
-HTTP), then `_handle_epd_disaggregation_encode_request(obj)`,
+`_handle_epd_disaggregation_encode_request(obj)`,
 which asks `_should_dispatch_to_encoder(obj)` and sets `need_wait_for_mm_inputs`; then
 `_tokenize_one_request(obj)` for each prompt, which leaves the media of those that do not
 wait to SGLang's own processor, takes PIL images, and returns an object with `mm_inputs`.
@@ -45,7 +44,7 @@ from sglang_epd.language.planner import plan
 from sglang_epd.machine import decode_mb
 from sglang_epd.media import MediaLimits
 from sglang_epd.modality import IMAGE
-from sglang_epd.seams import identities, roles
+from sglang_epd.seams import identities, requests, roles
 from sglang_epd.wire.http import EncodeItem
 
 if TYPE_CHECKING:  # imports prometheus_client, which SGLang must come before
@@ -79,8 +78,6 @@ class _Request:
 
 
 _current: ContextVar[_Request | None] = ContextVar("sglang_epd_adaptive", default=None)
-# The `fastapi.Request` that the current task serves.
-_http: ContextVar[Any] = ContextVar("sglang_epd_http", default=None)
 
 
 class Adaptive:
@@ -116,12 +113,6 @@ class Adaptive:
         self._seen: set[tuple[str, str]] = set()
         self._forced = ""
 
-    def noted(self, _obj: Any, request: Any = None) -> None:
-        """After `_init_req_state`: the copies of a sampled request come without the HTTP request,
-        in the same task."""
-        if request is not None:
-            _http.set(request)
-
     def should_dispatch(self, _original: Any, manager: Any, obj: Any) -> bool:
         """Around `_should_dispatch_to_encoder`: all prompts of a request go one way.
 
@@ -133,7 +124,10 @@ class Adaptive:
             items = {prompt.rid: self._plan(prompt) for prompt in prompts}
         except MediaError as error:
             raise ValueError(error.message) from None
-        where, why = self._decide([item for planned in items.values() for item in planned])
+        if _of_a_session(obj):
+            where, why = "remote", "session"
+        else:
+            where, why = self._decide([item for planned in items.values() for item in planned])
         if (where, why) == ("local", "few") and _others_wait(manager, obj):
             where, why = "remote", "load"
         for _ in prompts:
@@ -177,7 +171,7 @@ class Adaptive:
             return await original(manager, prompt)
         if prompt.rid not in request.sent:
             return await self._here(original, manager, prompt, items, request.deadline)
-        if not _local(items):
+        if not _local(items) or _of_a_session(prompt):
             return await original(manager, prompt)
         underway = request.sent[prompt.rid]
         tokenized, reason = await self._elsewhere(original, manager, prompt, underway)
@@ -232,7 +226,7 @@ class Adaptive:
         here may have them."""
         work = asyncio.ensure_future(self._outcome(original, manager, prompt, underway))
         # SGLang looks after clients that leave only when the scheduler has the request.
-        http = None if getattr(prompt, "background", False) else _http.get()
+        http = None if getattr(prompt, "background", False) else requests.client()
         without = 0
         try:
             while not (await asyncio.wait({work}, timeout=_LOOK_S))[0]:
@@ -322,6 +316,12 @@ def _local(items: Sequence[EncodeItem]) -> bool:
     """Whether they may be encoded here: videos and sounds may not, because it is the
     encoder that looks into a container before FFmpeg does."""
     return all(item.modality == IMAGE for item in items)
+
+
+def _of_a_session(obj: Any) -> bool:
+    """Whether SGLang appends it to earlier turns, whose items would be beside its own: a tower is
+    called on all items of a request or on none."""
+    return bool(getattr(obj, "session_params", None))
 
 
 def _others_wait(manager: Any, obj: Any) -> bool:

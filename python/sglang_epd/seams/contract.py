@@ -114,10 +114,10 @@ managers.scheduler_pp_mixin
 managers.tokenizer_manager
     seams/adaptive: TokenizerManager._should_dispatch_to_encoder(self obj)
     seams/adaptive: async TokenizerManager._tokenize_one_request(self obj)
-    seams/adaptive: TokenizerManager._init_req_state(self obj request)
     seams/embeddings: TokenizerManager._create_tokenized_object(self obj input_text input_ids
         input_embeds mm_inputs token_type_ids)
     seams/embeddings: TokenizerManager._handle_epd_disaggregation_encode_request(self obj)
+    seams/requests: TokenizerManager._init_req_state(self obj request)
     seams/requests: TokenizerManager.init_disaggregation(self start_pd_bootstrap_service)
     seams/tokenizer: async TokenizerManager._handle_abort_finish_reason(self out state is_stream)
     seams/tokenizer: TokenizerManager._release_req_states_on_failure(self request_states)

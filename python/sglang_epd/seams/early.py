@@ -72,7 +72,8 @@ def parts(scheduler: Any, ranks: Ranks) -> Parts | None:
         or tree.supports_swa()
         # A part could have another request refused.
         or get_schedule().max_queued_requests is not None
-        # A decode server would wait for the KV of a part.
+        # A decode server would take what it has of a part's KV, nothing, for that of its tokens.
+        or get_disagg().disaggregation_mode == "decode"
         or get_disagg().enable_pd_role_switch
         # A part would throw others out of their batch.
         or scheduler.enable_priority_preemption

@@ -3,9 +3,9 @@ SGLang has no more use for.
 
 Leans on `managers.scheduler.Scheduler`: `_add_request_to_queue(req, is_retracted)`, which
 every request passes on its way to a queue, with its token ids padded and its namespace in
-the tree (cache salt, LoRA) set; `waiting_queue`, `grammar_manager.grammar_queue`,
-`disagg_prefill_bootstrap_queue.queue`; `chunked_req`, `running_batch` with `Req.is_prefill_only`,
-`prefill_decode_interval`,
+the tree (cache salt, LoRA) set; `disaggregation_mode`; `waiting_queue`,
+`grammar_manager.grammar_queue`, `disagg_prefill_bootstrap_queue.queue`; `chunked_req`,
+`running_batch` with `Req.is_prefill_only`, `prefill_decode_interval`,
 `collect_inflight_reqs` and `disagg_prefill_inflight_queue`; `flush_cache`, which empties the tree;
 `_release_aborted_request` and `release_aborted_prefill_waiting_req`. On
 `managers.schedule_policy.PrefillAdder.add_one_req`, which locks a request's prefix when it
@@ -152,7 +152,9 @@ class SchedulerQueue:
 def add_request(original: Any, scheduler: Any, req: Any, is_retracted: bool = False) -> None:
     """Around `_add_request_to_queue`."""
     gate = Installed.gate
-    if gate is None or gate.admit(req, retracted=is_retracted):
+    # The KV of what a decode server retracts is in the host's memory, and needs no embeddings.
+    kept = is_retracted and scheduler.disaggregation_mode.value == "decode"
+    if gate is None or kept or gate.admit(req, retracted=is_retracted):
         original(scheduler, req, is_retracted)
 
 

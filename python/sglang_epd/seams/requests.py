@@ -4,8 +4,9 @@ Each finds the receiver through `manager.mm_receiver`, which only a language ser
 (`seams/tokenizer.py`), and passes straight through without one. Leans on
 `managers.tokenizer_manager.TokenizerManager`: on `init_disaggregation`, which makes the last
 of its parts (the multimodal processor is there before it; it makes the bootstrap server of a
-prefill server and then the multimodal receiver), and on `abort_request(rid)`; the live requests
-are in its `rid_to_state`.
+prefill server and then the multimodal receiver), on `_init_req_state(obj, request)`, which
+`generate_request` calls with the HTTP request (None of one that did not come over HTTP), and on
+`abort_request(rid)`; the live requests are in its `rid_to_state`.
 """
 
 from __future__ import annotations
@@ -13,9 +14,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from contextvars import ContextVar
 from typing import Any
 
 from sglang_epd.seams import decode
+
+# The `fastapi.Request` that the current task serves.
+_http: ContextVar[Any] = ContextVar("sglang_epd_http", default=None)
 
 
 def after(method: str) -> Callable[..., None]:
@@ -66,6 +71,18 @@ def made(_result: None, manager: Any, **_options: Any) -> None:
         manager.mm_receiver.attach(manager)
     elif disagg.disaggregation_mode == "decode":
         decode.set_up(manager)
+
+
+def noted(_obj: Any, request: Any = None) -> None:
+    """After `_init_req_state`: the copies of a sampled request come without the HTTP request, in
+    the same task."""
+    if request is not None:
+        _http.set(request)
+
+
+def client() -> Any:
+    """The HTTP request that the current task serves; None where it serves none."""
+    return _http.get()
 
 
 @asynccontextmanager

@@ -59,7 +59,7 @@ from sglang_epd.seams.identities import plan_without_options
 from sglang_epd.seams.large_bodies import Turns, stop_at_the_first_error
 from sglang_epd.seams.precomputed import have_embeddings
 from sglang_epd.seams.prompt import lays_out
-from sglang_epd.seams.requests import aborted_when_left
+from sglang_epd.seams.requests import aborted_when_left, client, noted
 from sglang_epd.tally import LoopLag
 from sglang_epd.transfer.control import Control
 from sglang_epd.wire.http import EncodeItem
@@ -155,6 +155,8 @@ class TokenizerSeam:
         else:
             begin(manager, obj)
 
+    # After `_init_req_state`.
+    noted = staticmethod(noted)
     # Around `_create_tokenized_object`.
     carry = staticmethod(embeddings.carry)
 
@@ -256,7 +258,8 @@ class TokenizerSeam:
         return state is None or state.dispatched or rid in self._tokenizing
 
     async def tokenize(self, original: Any, manager: Any, prompt: Any) -> Any:
-        """Around `_tokenize_one_request`, which nothing holds back any more.
+        """Around `_tokenize_one_request`, which nothing holds back any more. Where items are
+        received here, it takes until they have come, and before any answer is waited for.
 
         Raises:
             fastapi.HTTPException: with the status and message for the user.
@@ -264,7 +267,9 @@ class TokenizerSeam:
         self._tokenizing.add(prompt.rid)
         try:
             if self.adaptive is None:
-                return await original(manager, prompt)
+                waits = self._lays_out is not None and prompt.contains_mm_input()
+                async with aborted_when_left(manager, prompt, client() if waits else None):
+                    return await original(manager, prompt)
             return await self.adaptive.tokenize(original, manager, prompt)
         finally:
             self._tokenizing.discard(prompt.rid)

@@ -593,6 +593,8 @@ class Ledger:
             self._answer(claimant, items, entry.error)
             del entry.claims[claimant]
             entry.consumers -= 1
+            # Samples come when the first of them has been prefilled.
+            entry.deadline = max(entry.deadline, now + claim.expect.ttl_s)
         if entry.consumers <= 0:
             # Not again when the entry is ended: its readers hold the received items.
             for number in range(len(entry.items)):

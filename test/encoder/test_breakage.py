@@ -92,6 +92,27 @@ async def test_those_who_fail_together_share_a_verdict():
     assert tower.probes == 2
 
 
+async def test_those_who_failed_before_a_probe_began_share_that_it_was_well():
+    gate = asyncio.Event()
+    probes = 0
+
+    async def probe() -> None:
+        nonlocal probes
+        probes += 1
+        await gate.wait()
+
+    async def fail() -> None:
+        raise RuntimeError("x")
+
+    breakage = Breakage(probe)
+    calls = [asyncio.create_task(breakage.watch(fail())) for _ in range(6)]
+    await asyncio.sleep(0.01)
+    gate.set()
+    outcomes = await asyncio.gather(*calls, return_exceptions=True)
+    assert {type(outcome) for outcome in outcomes} == {RuntimeError}
+    assert probes == 2, "the first one's own, and one for those who failed meanwhile"
+
+
 async def test_what_was_foreseen_asks_for_no_verdict():
     tower = Tower()
 

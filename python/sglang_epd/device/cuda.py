@@ -109,7 +109,8 @@ class Cuda(Device):
         torch.cuda.synchronize(self.name)
 
     def empty_cache(self) -> None:
-        torch.cuda.empty_cache()
+        with torch.cuda.device(self.name):  # or it would make a context on the first device
+            torch.cuda.empty_cache()
 
     def limit_memory(self, fraction: float) -> None:
         torch.cuda.set_per_process_memory_fraction(fraction, self.name)

@@ -52,6 +52,8 @@ class Breakage:
         self._probe = probe
         self._pause_s = pause_s
         self._turn = asyncio.Lock()
+        # Probes are numbered from 1.
+        self._last, self._last_sound = 0, 0
 
     async def watch(self, call: Awaitable[_T], limit_s: float | None = None) -> _T:
         """The call's result.
@@ -80,15 +82,20 @@ class Breakage:
             raise
 
     async def _judge(self, failure: Exception) -> None:
-        async with self._turn:  # one verdict does for all calls that failed meanwhile
+        known = self._last
+        async with self._turn:
+            if self._last_sound > known:
+                return  # by a probe that began after this failure
             for attempt in range(_ATTEMPTS):
                 if self.reason:
                     return
                 if attempt:
                     await asyncio.sleep(self._pause_s)
                 try:
+                    self._last += 1
                     async with asyncio.timeout(STUCK_S):
                         await self._probe()
+                    self._last_sound = self._last
                     return
                 except Exception as error:
                     drop_frames(error)

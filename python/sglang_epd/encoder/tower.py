@@ -134,7 +134,8 @@ class Tower(Protocol):
 
         Args:
             batch: items of one group, prepared here.
-            tell: hears of a long video's first rows, from a tower in this process.
+            tell: hears of a long video's first rows, from a tower in this process; what it
+                raises ends that video.
 
         Raises:
             EncodeError: the tower gave another shape or dtype than a layout says.

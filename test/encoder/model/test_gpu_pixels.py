@@ -10,6 +10,8 @@ import pytest
 import torch
 from PIL import Image
 
+from devices.late import LateDevice
+from sglang_epd.device import Device, device_of
 from sglang_epd.encoder.model.gpu_pixels import GpuPixels
 from sglang_epd.media import MediaLimits
 
@@ -26,7 +28,7 @@ def encoded(picture: Image.Image = PICTURE, kind: str = "JPEG", **options: bool)
 
 def pixels(**limits: int) -> GpuPixels:
     preprocessor = SimpleNamespace(vision_config={"image": {}, "video": {}})
-    return GpuPixels(preprocessor, "cpu", MediaLimits(**limits))
+    return GpuPixels(preprocessor, device_of("cpu"), MediaLimits(**limits))
 
 
 def test_a_jpeg_is_decoded_to_its_pixels() -> None:
@@ -68,7 +70,40 @@ def test_a_picture_that_is_too_large_is_left_to_the_decoders_which_refuse_it() -
     assert pixels(max_pixels=64 * 48 - 1).decode(encoded()) is None
 
 
+class _Third(Device):
+    name = torch.device("cuda", 3)
+
+
 def test_pictures_are_resized_on_the_device_and_other_media_on_the_cpu() -> None:
     config = {"image": {"device": "cuda"}, "video": {"device": "cuda", "fps": 2.0}}
-    GpuPixels(SimpleNamespace(vision_config=config), "cuda:3", MediaLimits())
+    GpuPixels(SimpleNamespace(vision_config=config), _Third(), MediaLimits())
     assert config == {"image": {"device": "cuda:3"}, "video": {"fps": 2.0}}
+
+
+class Nvjpeg(GpuPixels):
+    """Decodes as torchvision does: into memory of the current stream, by work on another one that
+    does not wait for it; the current one waits for that."""
+
+    value = 0
+
+    def _read(self, data: torch.Tensor) -> torch.Tensor:
+        made = self._device.empty((3, 8, 8), torch.uint8)
+        private = self._device.stream()
+        with self._device.use(private):
+            made.fill_(self.value)
+        self._device.current().wait_event(private.record_event())
+        return made
+
+
+def test_a_picture_is_not_written_over_what_another_is_still_resized_from() -> None:
+    data = encoded()
+    for seed in range(40):
+        device = LateDevice(seed)
+        decoder = Nvjpeg(SimpleNamespace(vision_config={}), device, MediaLimits())
+        resized = []
+        for value in range(1, 6):
+            decoder.value = value
+            made = decoder.decode(data)
+            assert made is not None
+            resized.append(made * 2)  # queued; its picture goes
+        assert [int(one.cpu().max()) for one in resized] == [2, 4, 6, 8, 10], seed

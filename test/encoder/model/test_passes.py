@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
@@ -18,6 +19,7 @@ from sglang_epd.encoder.model.copyout import CopyOut
 from sglang_epd.encoder.model.engine import Engine
 from sglang_epd.encoder.model.passes import in_passes, within_steps
 from sglang_epd.encoder.tower import Prepared, TowerBrokenError
+from sglang_epd.errors import RequestCancelledError
 from sglang_epd.wire.messages import Layout, TensorSpec
 
 # Of a step: eight patches, two rows.
@@ -71,6 +73,7 @@ class Apart(Engine):
     Attributes:
         stuck: a pass waits until this is set.
         bad: the pass that fails.
+        seconds: that a pass takes.
         runs: first patches of the passes that were begun.
     """
 
@@ -82,12 +85,14 @@ class Apart(Engine):
         self.stuck = threading.Event()
         self.stuck.set()
         self.bad = -1
+        self.seconds = 0.0
         self.runs: list[int] = []
 
     def _run(self, batch: Sequence[Prepared]) -> torch.Tensor:
         feature = batch[0].content[1][0].feature
         self.runs.append(int(feature[0]))
         self.stuck.wait()
+        time.sleep(self.seconds)
         if self.runs[-1] == self.bad:
             raise ValueError("a bad pass")
         return feature[::4].expand(-1, WIDTH)
@@ -136,6 +141,26 @@ async def test_a_pass_that_is_stuck_is_not_waited_for(tower, monkeypatch):
     with pytest.raises(TowerBrokenError):
         await tower.forward([video(9)])
     assert not tower.alive
+
+
+async def test_passes_may_take_longer_together_than_one_may(tower, monkeypatch):
+    monkeypatch.setattr(module, "STUCK_S", 2.0)
+    tower.seconds = 0.5
+    (made,) = await tower.forward([video(9)])
+    assert len(tower.runs) == 5
+    assert len(made) == 18
+
+
+async def test_no_pass_is_run_that_nobody_waits_for(tower):
+    def tell(_made: torch.Tensor, _rows: int) -> None:
+        raise RequestCancelledError("nobody waits for it any more")
+
+    with pytest.raises(RequestCancelledError):
+        await tower.forward([video(9)], tell)
+    (made,) = await tower.forward([video(1)])
+    assert len(made) == 2
+    assert len(tower.runs) <= 4, "at most two of five, beside the last one's"
+    assert tower.alive
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

@@ -22,6 +22,7 @@ from sglang_epd.errors import (
     EncodeError,
     EncoderLostError,
     MediaError,
+    RequestCancelledError,
     UnavailableError,
 )
 
@@ -96,6 +97,21 @@ async def test_an_asker_that_leaves_takes_only_its_own_interest_along(
     assert tower.preparations.count(b"x") == (shared or stage != "waiting")
     assert ([b"x"] in tower.batches) == (shared or stage == "running")
     assert not tower.in_memory
+
+
+async def test_a_long_video_ends_between_passes_when_nobody_waits_any_more(
+    tower, computations, ask
+):
+    tower.hold(forward=True)
+    first = ask(b"x", "r1")
+    await until(lambda: tower.running)
+    made = torch.zeros(3, 4)
+    tower.tell(made, 1)
+    first.release()
+    with pytest.raises(RequestCancelledError):
+        tower.tell(made, 2)
+    tower.go_on()
+    await until(lambda: not states(computations))
 
 
 async def test_preparing_ends_when_nobody_waits_any_more(tower, ask):

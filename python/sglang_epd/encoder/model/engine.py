@@ -229,8 +229,7 @@ class Engine:
         if self._most is not None and len(batch) == 1:
             passes = in_passes(batch[0], self._most)
             if len(passes) > 1:
-                long = self._forward_long(batch[0].layout.embedding, passes, tell)
-                return [await self._breakage.watch(long, STUCK_S)]
+                return [await self._forward_long(batch[0].layout.embedding, passes, tell)]
         return await self._breakage.watch(self._forward_once(batch), STUCK_S)
 
     @cached_property
@@ -242,8 +241,9 @@ class Engine:
     async def _forward_long(
         self, spec: TensorSpec, passes: list[Prepared], tell: Tell | None
     ) -> torch.Tensor:
-        """One embedding, made by one pass after the other."""
+        """One embedding, made by one pass after the other; each is watched as a batch."""
         loop = asyncio.get_running_loop()
+        watch = partial(self._breakage.watch, limit_s=STUCK_S)
         made = fresh(spec.shape, getattr(torch, spec.dtype))
         places = made.split([one.layout.tokens for one in passes])
         rows = itertools.accumulate(map(len, places))
@@ -256,15 +256,16 @@ class Engine:
                     if self._copies is None:
                         landing = loop.run_in_executor(self._tower, _into, place, run)
                     else:
-                        launched = await loop.run_in_executor(self._tower, self._copies.launch, run)
+                        launching = loop.run_in_executor(self._tower, self._copies.launch, run)
+                        launched = await watch(launching)
                         land = partial(self._copies.land, launched, [len(place)], [place])
                         landing = loop.run_in_executor(self._lander, land)
                     landings.append(landing)
                     if len(landings) > 1:
-                        await landings[-2]  # beside this pass
+                        await watch(landings[-2])  # beside this pass
                         if tell is not None:
                             tell(made, next(rows))
-            await landings[-1]
+            await watch(landings[-1])
         except BaseException:
             # Not waited for: a device that is stuck lands nothing.
             for landing in landings:
@@ -393,7 +394,13 @@ class Engine:
             for item in items:
                 item.feature = item.feature.to(self._encoder.device)
         with torch.inference_mode():
-            made = encode(items)
+            try:
+                made = encode(items)
+            except torch.OutOfMemoryError:
+                if self._has_graphs:
+                    # Each has memory of its own, and one that was begun is in no count.
+                    forget(self._target, self._device, most=0)
+                raise
             if not isinstance(made, torch.Tensor):
                 made = torch.cat([part.reshape(-1, part.shape[-1]) for part in made])
             made = made.reshape(-1, made.shape[-1])

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from sglang_epd.device import Device
 from sglang_epd.media import MediaLimits
 from sglang_epd.media.size import image_size
 
@@ -33,19 +34,23 @@ class GpuPixels:
     Args:
         preprocessor: SGLang's, of an encoder; from now on it resizes pictures on the device,
             and other media on the CPU.
-        device: torch's name, with its index.
+        device: where it makes them.
         limits: bounds on decoding.
     """
 
-    def __init__(self, preprocessor: Any, device: str, limits: MediaLimits) -> None:
+    def __init__(self, preprocessor: Any, device: Device, limits: MediaLimits) -> None:
         self._device = device
+        self._name = str(device.name)
         self._limits = limits
+        # Of its own: nvJPEG writes on a stream that does not wait for the current one, so what
+        # it writes to must not be memory that queued work of that stream still reads.
+        self._decoding = device.stream()
         for modality, config in preprocessor.vision_config.items():
             if isinstance(config, dict):
                 config.pop("device", None)
                 if modality == "image":
                     # Its threads have no device of their own.
-                    config["device"] = device
+                    config["device"] = self._name
 
     def decode(self, data: bytes) -> torch.Tensor | None:
         """A JPEG's pixels, uint8 [3, height, width] on the device.
@@ -61,13 +66,20 @@ class GpuPixels:
         size = image_size(data)
         if size is None or size[0] * size[1] > self._limits.max_pixels:
             return None
-        from torchvision.io import decode_jpeg
-
+        current = self._device.current()
         try:
-            pixels: torch.Tensor = decode_jpeg(
-                torch.frombuffer(bytearray(data), dtype=torch.uint8), device=self._device
-            )
+            with self._device.use(self._decoding):
+                pixels = self._read(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+                done = self._decoding.record_event()
         except RuntimeError as error:
             logger.info("A JPEG is decoded on the CPU: %s", error)
             return None
+        current.wait_event(done)
+        self._device.hold(pixels, current)
         return pixels if pixels.shape[0] == _COLOURS else None
+
+    def _read(self, data: torch.Tensor) -> torch.Tensor:
+        from torchvision.io import decode_jpeg
+
+        pixels: torch.Tensor = decode_jpeg(data, device=self._name)
+        return pixels

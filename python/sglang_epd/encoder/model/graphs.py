@@ -36,7 +36,7 @@ def forget(model: nn.Module, device: Device, most: int = _MOST) -> None:
     for tower in model.modules():
         for name in _RUNNERS:
             runner: Any = getattr(tower, name, None)
-            if hasattr(runner, "capacity"):  # Kimi-K3's has a bound of its own
+            if runner is None or hasattr(runner, "capacity"):  # Kimi-K3's has a bound of its own
                 continue
             held = max((len(getattr(runner, graphs, ())) for graphs in _GRAPHS), default=0)
             if held >= most:

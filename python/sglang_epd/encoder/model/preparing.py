@@ -106,7 +106,7 @@ class Preparer:
                     "SGLANG_ENCODER_IMAGE_PROCESSOR_USE_GPU is not served with "
                     f"{encoder.model_type}, which prepares its media itself; unset it"
                 )
-            self._gpu_pixels = GpuPixels(self._preprocessor, str(device.name), limits)
+            self._gpu_pixels = GpuPixels(self._preprocessor, device, limits)
         self.patches: Patches | None = None
         if self._gpu_pixels is None and self._preprocessor._model_preprocessor is None:
             options = self._preprocessor.vision_config["image"]

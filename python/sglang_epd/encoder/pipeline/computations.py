@@ -38,6 +38,7 @@ from sglang_epd.errors import (
     EncodeError,
     EncoderLostError,
     EpdError,
+    RequestCancelledError,
     UnavailableError,
 )
 from sglang_epd.media.size import SMALL_PIXELS, claimed_pixels
@@ -665,7 +666,13 @@ class Computations:
 
 
 def _tell(work: Work, embedding: torch.Tensor, rows: int) -> None:
-    """Of the one item of a batch some rows are there."""
+    """Of the one item of a batch some rows are there.
+
+    Raises:
+        RequestCancelledError: nobody waits for it any more.
+    """
+    if not work.holds:
+        raise RequestCancelledError("nobody waits for it any more")
     work.partly = embedding, rows
     for hold in work.holds:
         hold.notice()

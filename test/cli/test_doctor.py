@@ -94,6 +94,7 @@ def test_settings_and_the_token(env, verdict, told):
         ("", Verdict.OK, ""),
         ("raise ModuleNotFoundError('mooncake')", Verdict.NOTE, "pip install"),
         ("raise ImportError('libibverbs.so.1: cannot open')", Verdict.FAIL, "libibverbs1"),
+        ("raise ImportError('libcudart.so.12: cannot open')", Verdict.FAIL, "engine-cuda13"),
         ("import os; os.abort()", Verdict.FAIL, "reinstall"),
     ],
 )

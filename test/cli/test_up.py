@@ -133,6 +133,13 @@ def test_prefill_and_decode_apart_need_mooncake(monkeypatch):
     assert dry().exit_code == 0
 
 
+@pytest.mark.parametrize("flags", ["--flags", "--prefill-flags"])
+def test_behind_the_mini_load_balancer_no_key_is_asked_for(flags):
+    refused = dry("--prefill", "1", "--decode", "1", flags, "--api-key K")
+    assert "forwards no key" in str(refused.exception)
+    assert dry("--flags", "--api-key K").exit_code == 0
+
+
 def test_a_run_is_recorded_and_shown_while_it_lives(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     seen = []

@@ -107,8 +107,8 @@ class Gpus:
         if len(mine) < number or len(set(mine)) < number:
             raise ConfigError(
                 f"--gpus {','.join(self._names)} is too short for this topology, which needs"
-                f" {self._dealt} or more; list one twice to have two servers share it (and give"
-                " both --mem-fraction-static in --flags), or ask for fewer servers"
+                f" {self._dealt} or more; list one twice to have two servers share it (and bound"
+                " the memory of both by their flags), or ask for fewer servers"
             )
         return Place(f"GPU {','.join(mine)}", {"CUDA_VISIBLE_DEVICES": ",".join(mine)})
 

@@ -188,7 +188,7 @@ def plan(shape: Shape, free_port: Callable[[], int], place: Callable[[int], Plac
         targets += [] if apart else ["--prometheus-port", str(free_port())]
         command = ("-m", "sglang_router.launch_router", *targets)
         command += ("--host", shape.host, "--port", str(api_port), *shape.words("router"))
-        # It asks its servers about themselves as it starts.
+        # SGLang's router asks its servers about themselves as it starts.
         needs = tuple(server.name for server in servers if server.role != "encoder")
         ready_path = "/health" if apart else "/readiness"
         servers.append(Server("router", "router", command, api_url, Place(), ready_path, needs))

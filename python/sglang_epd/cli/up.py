@@ -132,6 +132,11 @@ def up(
             "--prefill and --decode hand KV over by Mooncake, which is not installed: "
             'pip install ".[mooncake]" in a clone of sglang-epd (mooncake-cpu without CUDA)'
         )
+    if apart and any("--api-key" in typed for typed in shape.flags.values()):
+        raise ConfigError(
+            "SGLang's mini load balancer, which --prefill and --decode take, forwards no key: "
+            "leave --api-key out, and check keys at your gateway"
+        )
     # Combinations that servers would refuse are refused here, before any of them starts.
     checked = Settings.from_env()
     MediaLimits.from_env()

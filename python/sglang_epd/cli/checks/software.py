@@ -33,6 +33,8 @@ _LEAST_TOKEN = 16
 # SGLang's flags of serving, none of them given.
 _FLAGS = ("api_key", "ssl_certfile", "ssl_keyfile", "ssl_keyfile_password", "ssl_ca_certs")
 _NO_FLAGS = SimpleNamespace(**dict.fromkeys(_FLAGS))
+# SGLang 0.5.23's torch is built for CUDA 13.
+_CUDA = "pip uninstall mooncake-transfer-engine; pip install mooncake-transfer-engine-cuda13"
 _APT = "apt-get install libibverbs1 librdmacm1 libnuma1"
 
 
@@ -171,7 +173,7 @@ def libraries() -> Iterator[Finding]:
             mend = 'pip install ".[mooncake]" in a clone of sglang-epd (mooncake-cpu without CUDA)'
             yield note("Mooncake", f"is not installed; it is needed {wanted}", mend)
         else:
-            mend = _APT if "lib" in last else "reinstall it"
+            mend = _CUDA if "libcudart" in last else _APT if "lib" in last else "reinstall it"
             yield fail("Mooncake", f"does not load: {last or tried.returncode}", mend)
     if ctypes.util.find_library("avdevice"):
         yield ok("FFmpeg", "its libraries are here")

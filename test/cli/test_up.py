@@ -138,6 +138,7 @@ def test_behind_the_mini_load_balancer_no_key_is_asked_for(flags):
     refused = dry("--prefill", "1", "--decode", "1", flags, "--api-key K")
     assert "forwards no key" in str(refused.exception)
     assert dry("--flags", "--api-key K").exit_code == 0
+    assert dry("--prefill", "1", "--decode", "1", "--encoder-flags", "--api-key K").exit_code == 0
 
 
 def test_a_run_is_recorded_and_shown_while_it_lives(monkeypatch, tmp_path):

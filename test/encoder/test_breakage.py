@@ -10,7 +10,7 @@ import weakref
 import pytest
 import torch
 
-from sglang_epd.encoder.breakage import Breakage
+from sglang_epd.encoder.breakage import Breakage, in_time
 from sglang_epd.encoder.tower import TowerBrokenError
 from sglang_epd.errors import EncodeError
 
@@ -36,7 +36,8 @@ class Tower:
         self.breakage = Breakage(self._probe, pause_s=0.01)
 
     async def forward(self, width: int = WIDTH, limit_s: float | None = None) -> torch.Tensor:
-        return await self.breakage.watch(asyncio.to_thread(self._run, width), limit_s)
+        run = asyncio.to_thread(self._run, width)
+        return await self.breakage.watch(run if limit_s is None else in_time(run, limit_s))
 
     def _run(self, width: int) -> torch.Tensor:
         batch = torch.ones(1, width)

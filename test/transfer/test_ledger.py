@@ -739,6 +739,19 @@ def test_what_a_request_gave_back_of_the_lower_half_is_filled_again(books):
     check_ledger(books.ledger)
 
 
+def test_what_a_request_needs_of_the_lower_half_fits_whatever_it_gave_back():
+    books = Books(pages=16)
+    books.expect("others", letters="?" * 9)
+    for item in range(8):
+        books.grant("others", item)
+    books.expect("t", letters="?" * 4)
+    first, _ = books.grant("t", 0, pages=3), books.grant("t", 1)
+    assert books.ledger.withdraw(wire.Withdraw(*first.name))
+    for item, pages in ((2, 2), (3, 2), (0, 3)):
+        books.grant("t", item, pages=pages)
+    check_ledger(books.ledger)
+
+
 def test_a_revoked_grant_is_news_though_nothing_is_free(books):
     """What its request held counts no more, so others may have their turn."""
     books.expect()

@@ -132,7 +132,12 @@ def up(
             "--prefill and --decode hand KV over by Mooncake, which is not installed: "
             'pip install ".[mooncake]" in a clone of sglang-epd (mooncake-cpu without CUDA)'
         )
-    if apart and any("--api-key" in typed for typed in shape.flags.values()):
+    keyed = any(
+        word.partition("=")[0] == "--api-key"
+        for role in ("all", "language", "prefill", "decode")
+        for word in shape.words(role)
+    )
+    if apart and keyed:
         raise ConfigError(
             "SGLang's mini load balancer, which --prefill and --decode take, forwards no key: "
             "leave --api-key out, and check keys at your gateway"
@@ -154,8 +159,9 @@ def up(
             out.print(server.line(), soft_wrap=True)
         return
     open_to_all = host not in (LOOPBACK, "localhost", "::1")
-    if open_to_all and not any("--api-key" in typed for typed in shape.flags.values()):
-        out.print(f"Chat requests on {host} need no key: the flags have no --api-key.")
+    if open_to_all and not keyed:
+        mend = "check keys at your gateway" if apart else "the flags have no --api-key"
+        out.print(f"Chat requests on {host} need no key: {mend}.")
     _run(
         made,
         out,

@@ -31,6 +31,25 @@ _ATTEMPTS = 2
 _PAUSE_S = 1.0
 
 
+class StuckError(Exception):
+    """A call of the tower does not end."""
+
+
+async def in_time(call: Awaitable[_T], limit_s: float) -> _T:
+    """The result of a call, or of a part of one.
+
+    Raises:
+        StuckError: it takes longer than `limit_s`.
+    """
+    try:
+        async with asyncio.timeout(limit_s) as patience:
+            return await call
+    except TimeoutError as error:
+        if not patience.expired():
+            raise
+        raise StuckError(f"a batch takes longer than {limit_s:g} s") from error
+
+
 class Breakage:
     """Watches the calls of one tower.
 
@@ -55,24 +74,20 @@ class Breakage:
         # Probes are numbered from 1.
         self._last, self._last_sound = 0, 0
 
-    async def watch(self, call: Awaitable[_T], limit_s: float | None = None) -> _T:
+    async def watch(self, call: Awaitable[_T]) -> _T:
         """The call's result.
-
-        Args:
-            limit_s: a call that takes longer is stuck in a broken tower.
 
         Raises:
             TowerBrokenError: the tower is broken, whichever error the call has raised.
             Exception: the call's own; the tower is sound.
         """
         try:
-            async with asyncio.timeout(limit_s) as patience:
-                return await call
+            return await call
         except EpdError:
             raise
         except Exception as error:
-            if patience.expired():
-                self.reason = f"a batch takes longer than {limit_s:g} s"
+            if isinstance(error, StuckError):
+                self.reason = str(error)
             else:
                 logger.error("The tower failed:\n%s", "".join(traceback.format_exception(error)))
                 drop_frames(error)

@@ -323,6 +323,9 @@ class Frontend:
                     self._delivered(request, started)
                 now = time.monotonic()
                 limit = word_by if request.unheard else request.deadline + _GRACE_S
+                if delivered and request.expect.consumers > 1:
+                    # Samples have as long again, from when the first one had its items.
+                    limit += request.expect.ttl_s
                 waiting = {word, *request.tasks} if not request.over else request.tasks
                 done, _ = await asyncio.wait(
                     waiting,

@@ -86,7 +86,9 @@ def client() -> Any:
 
 
 @asynccontextmanager
-async def aborted_when_left(manager: Any, obj: Any, http: Any) -> AsyncIterator[None]:
+async def aborted_when_left(
+    manager: Any, obj: Any, http: Any, abort: Callable[[str], Any] | None = None
+) -> AsyncIterator[None]:
     """Around a request's answers: it is aborted soon after its client has left.
 
     SGLang asks for a client every 4 s, and of a body of more than 64 KiB, which an image is,
@@ -97,6 +99,8 @@ async def aborted_when_left(manager: Any, obj: Any, http: Any) -> AsyncIterator[
 
     Args:
         http: the client's request; None where there is none to leave.
+        abort: is given its id; SGLang's by default, which aborts a request once, and one that it
+            has not sent to a scheduler not at all.
     """
     if http is None or getattr(obj, "background", False):
         yield
@@ -109,7 +113,7 @@ async def aborted_when_left(manager: Any, obj: Any, http: Any) -> AsyncIterator[
         # whose ids begin with this one, and with several tokenizer workers they are told even of
         # one that is over.
         if obj.rid in manager.rid_to_state:
-            manager.abort_request(obj.rid)
+            (abort or manager.abort_request)(obj.rid)
 
     looking = asyncio.create_task(look())
     try:

@@ -266,11 +266,12 @@ class TokenizerSeam:
         """
         self._tokenizing.add(prompt.rid)
         try:
-            if self.adaptive is None:
-                waits = self._lays_out is not None and prompt.contains_mm_input()
-                async with aborted_when_left(manager, prompt, client() if waits else None):
+            waits = self._lays_out is not None and prompt.contains_mm_input()
+            http = client() if waits else None
+            async with aborted_when_left(manager, prompt, http, self.frontend.cancel):
+                if self.adaptive is None:
                     return await original(manager, prompt)
-            return await self.adaptive.tokenize(original, manager, prompt)
+                return await self.adaptive.tokenize(original, manager, prompt)
         finally:
             self._tokenizing.discard(prompt.rid)
 

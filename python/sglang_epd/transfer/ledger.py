@@ -472,9 +472,9 @@ class Ledger:
         could block each other. So those that would still have items to come take the
         upper half of the memory, and leave the lower half to requests that will end by
         themselves. One of them at a time takes from the lower half too, packed from its
-        beginning, and again where it gave back: so it comes to its end if it needs at most
-        half of the memory, however the others' items lie. Requests that hold nothing yet go
-        by age, those that do before them.
+        beginning, each item at a place of its own: so it comes to its end if it needs at most
+        half of the memory, however the others' items lie, and whatever it gave back. Requests
+        that hold nothing yet go by age, those that do before them.
         """
         if not self._has_turn(entry):
             return None
@@ -489,8 +489,8 @@ class Ledger:
         others = (other for other in self._entries.values() if other.open_items)
         if entry is not next((other for other in others if other.begins_below(half)), entry):
             return None
-        begin = _packed(entry, aligned(message.nbytes), half)
-        return self.reservations.grant(message, within=(begin, begin + aligned(message.nbytes)))
+        place = entry.low_place(message.item, aligned(message.nbytes))
+        return self.reservations.grant(message, within=place)
 
     def _has_turn(self, entry: RequestEntry) -> bool:
         """Whether it may take memory before those that wait for some."""
@@ -593,8 +593,9 @@ class Ledger:
             self._answer(claimant, items, entry.error)
             del entry.claims[claimant]
             entry.consumers -= 1
-            # Samples come when the first of them has been prefilled.
-            entry.deadline = max(entry.deadline, now + claim.expect.ttl_s)
+            if entry.error is None:
+                # Samples come when the first of them has been prefilled.
+                entry.deadline = max(entry.deadline, now + claim.expect.ttl_s)
         if entry.consumers <= 0:
             # Not again when the entry is ended: its readers hold the received items.
             for number in range(len(entry.items)):
@@ -672,15 +673,3 @@ class Ledger:
         self._ended[ticket] = error, over
         if len(self._ended) > _MAX_ENDED:
             del self._ended[next(iter(self._ended))]
-
-
-def _packed(entry: RequestEntry, nbytes: int, half: int) -> int:
-    """Where the lower half is to take an item: in the smallest gap between the entry's own that
-    holds it, else behind them all."""
-    gaps, end = [], 0
-    for begin, behind in sorted(entry.places):
-        if begin < half:
-            gaps.append((begin - end, end))
-            end = behind
-    gaps.append((half - end, end))
-    return min((gap for gap in gaps if gap[0] >= nbytes), default=(0, end))[1]

@@ -29,7 +29,7 @@ from sglang_epd.decoding import Decoders
 from sglang_epd.device import device_of
 from sglang_epd.device.cuda import capture_beside_other_threads
 from sglang_epd.emulated import accelerator
-from sglang_epd.encoder.breakage import STUCK_S, Breakage
+from sglang_epd.encoder.breakage import STUCK_S, Breakage, in_time
 from sglang_epd.encoder.memory import keep_freed
 from sglang_epd.encoder.model.adapted import AdaptedPreparer
 from sglang_epd.encoder.model.copyout import CopyOut, fresh
@@ -229,8 +229,9 @@ class Engine:
         if self._most is not None and len(batch) == 1:
             passes = in_passes(batch[0], self._most)
             if len(passes) > 1:
-                return [await self._forward_long(batch[0].layout.embedding, passes, tell)]
-        return await self._breakage.watch(self._forward_once(batch), STUCK_S)
+                long = self._forward_long(batch[0].layout.embedding, passes, tell)
+                return [await self._breakage.watch(long)]
+        return await self._breakage.watch(in_time(self._forward_once(batch), STUCK_S))
 
     @cached_property
     def _turn(self) -> AbstractAsyncContextManager[None]:
@@ -241,9 +242,8 @@ class Engine:
     async def _forward_long(
         self, spec: TensorSpec, passes: list[Prepared], tell: Tell | None
     ) -> torch.Tensor:
-        """One embedding, made by one pass after the other; each is watched as a batch."""
+        """One embedding, made by one pass after the other, each of which has a batch's time."""
         loop = asyncio.get_running_loop()
-        watch = partial(self._breakage.watch, limit_s=STUCK_S)
         made = fresh(spec.shape, getattr(torch, spec.dtype))
         places = made.split([one.layout.tokens for one in passes])
         rows = itertools.accumulate(map(len, places))
@@ -257,15 +257,15 @@ class Engine:
                         landing = loop.run_in_executor(self._tower, _into, place, run)
                     else:
                         launching = loop.run_in_executor(self._tower, self._copies.launch, run)
-                        launched = await watch(launching)
+                        launched = await in_time(launching, STUCK_S)
                         land = partial(self._copies.land, launched, [len(place)], [place])
                         landing = loop.run_in_executor(self._lander, land)
                     landings.append(landing)
                     if len(landings) > 1:
-                        await watch(landings[-2])  # beside this pass
+                        await in_time(landings[-2], STUCK_S)  # beside this pass
                         if tell is not None:
                             tell(made, next(rows))
-            await watch(landings[-1])
+            await in_time(landings[-1], STUCK_S)
         except BaseException:
             # Not waited for: a device that is stuck lands nothing.
             for landing in landings:

@@ -1,7 +1,8 @@
 """The CUDA graphs that `SGLANG_VIT_ENABLE_CUDA_GRAPH` has SGLang's towers capture.
 
 SGLang captures a graph for each layout of a batch that it has not seen, and keeps it with
-its memory. Here a tower keeps no more than some, and forgets all when it has as many.
+its memory. Here a tower keeps no more than some, and forgets all when it has as many, or
+has no memory left.
 
 Leans on the attributes under which `multimodal.vit_cuda_graph_runner.ViTCudaGraphRunner` and
 `multimodal.internvl_vit_cuda_graph_runner.InternViTCudaGraphRunner` lie in their towers, on
@@ -27,7 +28,7 @@ _MOST = 64
 
 
 def forget(model: nn.Module, device: Device, most: int = _MOST) -> None:
-    """Drop the graphs of towers that have as many as they may; call it between passes.
+    """Drop the graphs of towers that have as many as they may; call it while no pass is made.
 
     Args:
         model: the towers are modules of it.
@@ -42,8 +43,9 @@ def forget(model: nn.Module, device: Device, most: int = _MOST) -> None:
             if held >= most:
                 logger.warning(
                     "SGLANG_VIT_ENABLE_CUDA_GRAPH: %d layouts of batches have a graph each; all "
-                    "are dropped. It is of use where media have few sizes",
+                    "are dropped%s. It is of use where media have few sizes",
                     held,
+                    "" if most else " for their memory",
                 )
                 device.synchronize()  # one may be in work
                 setattr(tower, name, type(runner)(tower))

@@ -71,7 +71,6 @@ class Times:
         ping_s: how often a worker is asked whether it is there.
         silence_s: a worker that says nothing for so long while it is asked is lost. It
             answers beside its forward passes, so this is not a bound on those.
-        forward_s: a batch that takes longer is stuck.
         ranks_s: how long ranks may take to fail after one of them has.
         stop_s: from the end of the channel to SIGKILL.
         restart_s, restart_most_s: pause before a lost tower is started again; it doubles
@@ -81,7 +80,6 @@ class Times:
     start_s: float = 1800.0
     ping_s: float = 2.0
     silence_s: float = 30.0
-    forward_s: float = 300.0
     ranks_s: float = 10.0
     stop_s: float = 5.0
     restart_s: float = 1.0
@@ -355,10 +353,6 @@ class _Crew:
         """Run items on all ranks, behind the batches that are under way."""
         number = next(self._numbers)
         call = _Call(self._loop.create_future(), [None] * len(items))
-        limit = self._times.forward_s
-        call.timers.append(
-            self._loop.call_later(limit, self.lose, f"a batch takes longer than {limit:g} s")
-        )
         await self._ask(call, number, Forward(number, items))
         failures = call.failures
         if failures:

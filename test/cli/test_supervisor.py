@@ -240,6 +240,27 @@ def test_everything_is_stopped_even_if_nobody_can_be_told(tmp_path):
     assert not alive(supervisor)
 
 
+def test_under_nohup_it_outlives_its_terminal(tmp_path):
+    recorder = Recorder()
+
+    def leave() -> None:
+        os.kill(os.getpid(), signal.SIGHUP)
+        signal.setitimer(signal.ITIMER_REAL, 0.5)
+
+    recorder.when_ready = leave
+    supervisor = supervise(tmp_path, recorder, server("encoder", "encoder"))
+    told = []
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    ended = signal.signal(signal.SIGALRM, lambda *_: (told.append(alive(supervisor)), interrupt()))
+    try:
+        supervisor.run()
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGHUP, before)
+        signal.signal(signal.SIGALRM, ended)
+    assert told == [["encoder"]]
+
+
 def test_a_second_signal_ends_what_does_not_end_by_itself(tmp_path):
     stubborn = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + SERVER
     recorder = Recorder()

@@ -20,7 +20,7 @@ from docs.conftest import launcher  # noqa: F401
 from sglang_epd.cli import runs
 from sglang_epd.cli import up as module
 from sglang_epd.cli.main import app
-from sglang_epd.cli.topology import Fleet
+from sglang_epd.cli.topology import Fleet, Shape
 from sglang_epd.errors import ConfigError, EpdError
 
 
@@ -139,6 +139,13 @@ def test_behind_the_mini_load_balancer_no_key_is_asked_for(flags):
     assert "forwards no key" in str(refused.exception)
     assert dry("--flags", "--api-key K").exit_code == 0
     assert dry("--prefill", "1", "--decode", "1", "--encoder-flags", "--api-key K").exit_code == 0
+
+
+@pytest.mark.parametrize(("found", "hidden"), [(["0", "1"], True), ([], False)])
+def test_servers_on_the_cpu_do_not_see_accelerators(monkeypatch, found, hidden):
+    monkeypatch.setattr(module, "accelerators", lambda: found)
+    places = module._places("none", Shape(model="m", encoders=1, language=1))
+    assert places(1).env == ({"CUDA_VISIBLE_DEVICES": ""} if hidden else {})
 
 
 def test_a_run_is_recorded_and_shown_while_it_lives(monkeypatch, tmp_path):

@@ -54,6 +54,16 @@ async def test_an_encoder_that_answers_is_ready_and_asked_again(prober, pool, st
     assert "Authorization" not in server.headers[0]
 
 
+async def test_an_encoder_of_another_model_is_asked_as_seldom_as_a_sound_one(
+    prober, pool, status_server
+):
+    server = await status_server()
+    server.report["namespace"] = "another"
+    pool.add(server.url)
+    await until(lambda: pool.state(server.url) is Health.MISFIT)
+    assert prober._pause_s(Health.MISFIT, 0.0) > PACE.doubtful
+
+
 async def test_one_that_drains_says_so_and_may_come_back(prober, pool, status_server):
     server = await status_server()
     server.report["state"] = "draining"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -117,9 +117,15 @@ class Cores:
     """Deals the cores of a machine without accelerators out, an equal share for each server.
 
     Where there are too few for that, or `taskset` is missing, all servers share all.
+
+    Args:
+        env: of each server.
     """
 
-    def __init__(self, cores: Sequence[int], servers: int) -> None:
+    def __init__(
+        self, cores: Sequence[int], servers: int, env: Mapping[str, str] | None = None
+    ) -> None:
+        self._env = dict(env or {})
         share = len(cores) // servers
         pinned = share >= _LEAST_CORES and shutil.which("taskset") is not None
         self._share = share if pinned else 0
@@ -128,7 +134,7 @@ class Cores:
     def __call__(self, _number: int) -> Place:
         """The next share, for any number of ranks."""
         if not self._share:
-            return Place()
+            return Place(env=self._env)
         listed = ",".join(map(str, self._left[: self._share]))
         del self._left[: self._share]
-        return Place(f"cores {listed}", {}, ("taskset", "-c", listed))
+        return Place(f"cores {listed}", self._env, ("taskset", "-c", listed))

@@ -285,7 +285,9 @@ class Supervisor:
         def tell(_number: int, _frame: FrameType | None) -> None:
             self._told += 1
 
-        before = {number: signal.signal(number, tell) for number in _SIGNALS}
+        # `nohup` has SIGHUP ignored.
+        heard = [one for one in _SIGNALS if signal.getsignal(one) is not signal.SIG_IGN]
+        before = {number: signal.signal(number, tell) for number in heard}
         try:
             yield
         finally:

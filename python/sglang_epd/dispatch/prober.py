@@ -133,7 +133,7 @@ class Prober:
     def _pause_s(self, state: Health, last_s: float) -> float:
         if state is Health.OPEN:
             return min(last_s * 2, self._pace.most)
-        if state in (Health.READY, Health.DRAINING):
+        if state in (Health.READY, Health.DRAINING, Health.MISFIT):
             # So that the servers of a fleet do not ask in step.
             return self._pace.steady * random.uniform(0.8, 1.2)
         return self._pace.doubtful

@@ -204,7 +204,8 @@ async def test_memory_that_is_still_written_to_is_nobody_elses(receiver, sender,
             assert reservations.quarantined
             with pytest.raises(GrantLostError):
                 await sender.deliver(receiver.endpoint, decision, EMBEDDING, PATIENCE_S)
-            assert not reservations.quarantined
+            # The receiver may answer before its books are in order.
+            await soon(lambda: not reservations.quarantined)
     await other.close()
 
 

@@ -355,6 +355,22 @@ async def test_only_what_the_receiver_needs_is_sent(asking, dispatcher, control,
     assert dispatcher.runs[-1][1] == MIXED[:1]
 
 
+@pytest.mark.parametrize(("consumers", "listens"), [(1, False), (3, True)])
+async def test_what_samples_need_is_heard_after_the_deadline(
+    dispatcher, control, monkeypatch, consumers, listens
+):
+    """They come when the first of them has been prefilled, and have their time from then."""
+    monkeypatch.setattr("sglang_epd.language.frontend._GRACE_S", 0.0)
+    control.talks = True
+    dispatcher.go_on.set()
+    frontend = Frontend(dispatcher, control, 1.0)
+    expect = frontend.start("rid", ITEMS, consumers)
+    await asyncio.sleep(1.5)
+    assert bool(len(frontend)) == listens
+    control.needs(expect.ticket, over=True)
+    await idle(frontend)
+
+
 async def test_a_request_is_under_way_with_its_first_item(asking, dispatcher, control):
     frontend = asking(first_item=True)
     expect = frontend.start("rid", MIXED, 1)

@@ -282,9 +282,9 @@ def load_processor(server_args: Any, model_config: Any) -> Any:
 
     It lays prompts out, and makes no features: it needs no memory for them on an accelerator, which
     SGLang takes for it on an adaptive server. SGLang's processors have their tensors on the
-    server's first accelerator; this one has them on this process's. SGLang has features made
-    in a memory pool of each call's own, and while there is one, torch's allocator gives no
-    unused memory back, to nobody. Here they are made in its ordinary pool.
+    server's first accelerator; this one has them on this process's. SGLang makes features
+    in a memory pool of each call's own. While one is in use, torch frees no cached memory,
+    and other threads run out of it. This one makes them in torch's ordinary pool.
     """
     from sglang.srt.disaggregation.encoder.receiver import MMReceiverBase
     from sglang.srt.runtime_context import get_device, get_disagg

@@ -72,7 +72,7 @@ def parts(scheduler: Any, ranks: Ranks) -> Parts | None:
         or tree.supports_swa()
         # A part could have another request refused.
         or get_schedule().max_queued_requests is not None
-        # A decode server would take what it has of a part's KV, nothing, for that of its tokens.
+        # A decode server receives no KV of a part, and would keep what lies there in its tree.
         or get_disagg().disaggregation_mode == "decode"
         or get_disagg().enable_pd_role_switch
         # A part would throw others out of their batch.

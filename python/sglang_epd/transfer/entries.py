@@ -73,7 +73,7 @@ class Item:
     asked: bool = False
     # Whether a claim needs its embedding; False until that is decided.
     wanted: bool = True
-    # Where it goes in the lower half of the memory, once that has been decided.
+    # Its place in the lower half of the memory, if it has ever been there.
     low: int | None = None
 
     @property
@@ -112,7 +112,7 @@ class RequestEntry:
     patient_until: float = 0.0
     # Sent to its tokenizer with its end, by its first claim that had its items.
     over: wire.Needed | None = None
-    # Where the places of its items in the lower half end.
+    # Where these places of its items end.
     low_end: int = 0
 
     def go(self, plan: Plan, patient_until: float = 0.0) -> None:
@@ -135,14 +135,6 @@ class RequestEntry:
         """Where its memory begins and ends."""
         blocks = [item.block for item in self.items if item.block is not None]
         return [(block.offset, block.offset + aligned(block.nbytes)) for block in blocks]
-
-    def low_place(self, number: int, nbytes: int) -> tuple[int, int]:
-        """Where an item of so many bytes goes in the lower half; the same each time."""
-        item = self.items[number]
-        if item.low is None:
-            item.low = self.low_end
-            self.low_end += nbytes
-        return item.low, item.low + nbytes
 
     def begins_below(self, offset: int) -> bool:
         return any(begin < offset for begin, _ in self.places)

@@ -489,8 +489,12 @@ class Ledger:
         others = (other for other in self._entries.values() if other.open_items)
         if entry is not next((other for other in others if other.begins_below(half)), entry):
             return None
-        place = entry.low_place(message.item, aligned(message.nbytes))
-        return self.reservations.grant(message, within=place)
+        item, nbytes = entry.items[message.item], aligned(message.nbytes)
+        begin = entry.low_end if item.low is None else item.low
+        block = self.reservations.grant(message, within=(begin, begin + nbytes))
+        if block is not None and item.low is None:
+            item.low, entry.low_end = begin, begin + nbytes
+        return block
 
     def _has_turn(self, entry: RequestEntry) -> bool:
         """Whether it may take memory before those that wait for some."""

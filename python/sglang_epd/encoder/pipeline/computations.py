@@ -669,10 +669,10 @@ def _tell(work: Work, embedding: torch.Tensor, rows: int) -> None:
     """Of the one item of a batch some rows are there.
 
     Raises:
-        RequestCancelledError: nobody waits for it any more.
+        RequestCancelledError: all requests for it are over.
     """
     if not work.holds:
-        raise RequestCancelledError("nobody waits for it any more")
+        raise RequestCancelledError("all requests for it are over")
     work.partly = embedding, rows
     for hold in work.holds:
         hold.notice()

@@ -9,6 +9,7 @@ import time
 import pytest
 from aiohttp import web
 
+from dispatch.conftest import FakeEncoder
 from sglang_epd.dispatch.dispatcher import Dispatcher, Patience
 from sglang_epd.dispatch.policies import Affinity, ItemCost, Policy, shuffle
 from sglang_epd.dispatch.pool import Health, Pool, Report
@@ -165,11 +166,48 @@ async def test_a_retry_does_not_wait_for_the_other_shares(start, dispatch, dead_
 async def test_an_item_goes_round_before_it_returns_to_an_encoder(start, dispatch):
     encoders = [await start() for _ in range(3)]
     for encoder in encoders:
-        encoder.refuses(OverloadedError("full"))
-    with pytest.raises(OverloadedError, match="full"):
-        await dispatch(urls(encoders), 4, seconds=1.0)
+        encoder.answers(lambda: web.Response(status=502))
+    with pytest.raises(UnavailableError, match="HTTP 502"):
+        await dispatch(urls(encoders), 4, seconds=1.0, patience=Patience(1.0, 5.0))
     counts = [encoder.items.count(0) for encoder in encoders]
     assert max(counts) - min(counts) <= 1 and min(counts) >= 1
+
+
+async def test_full_encoders_are_not_each_sent_each_item_to_refuse_it(start, dispatch):
+    encoders = [await start() for _ in range(8)]
+    for encoder in encoders:
+        encoder.answers(lambda: FakeEncoder.refusal(OverloadedError("full"), "1"))
+    with pytest.raises(OverloadedError, match="full"):
+        await dispatch(urls(encoders), 40, seconds=2.0)
+    sent = [item for encoder in encoders for item in encoder.items]
+    assert all(encoder.items for encoder in encoders)
+    # Once at first, and after each Retry-After, which is drawn from 0.5 to 1 s; and each encoder
+    # is asked by some whether it is full still. 960 and more where each item went round.
+    assert len(sent) < 320
+
+
+async def test_a_full_encoder_is_waited_for_though_others_fail(start, run, dead_url):
+    """Beyond the patience for encoders that are gone."""
+    full = await start()
+
+    async def refuse_at_first(request):
+        if len(full.requests) < 4:
+            return full.refusal(OverloadedError("full"))
+        return await full.deliver(request)
+
+    full.answer = refuse_at_first
+    await run(ready(full.url, dead_url), 1, patience=Patience(0.01, 5.0), seconds=20.0)
+    assert full.items == [0] * 4
+
+
+async def test_a_request_to_an_encoder_has_only_so_many_bytes(start, client):
+    encoder = await start()
+    media = [bytes(megabytes << 20) for megabytes in (24, 65, 24, 24, 24, 24, 24)]
+    items = [EncodeItem(n, "IMAGE", "image", data=data) for n, data in enumerate(media)]
+    one = Dispatcher(client, ready(encoder.url), in_turn, describe=costs)
+    await one.run(REPLY_TO, items, time.monotonic() + 20.0)
+    asked = [[item.item for item in request.items] for request in encoder.requests]
+    assert sorted(asked) == [[0], [1], [2, 3], [4, 5], [6]]
 
 
 @pytest.mark.parametrize("dead", [False, True])

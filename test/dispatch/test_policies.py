@@ -185,7 +185,7 @@ def test_who_leaves_or_joins_moves_its_own_keys_only():
 class Sorted(Affinity):
     """The same by the whole order of a key's encoders, as it is described."""
 
-    def _choose(self, item, loads):
+    def _choose(self, item, loads, everyone):
         order = rendezvous(item.key, loads)
         mean = (sum(loads.values()) + item.patches) / len(loads)
 
@@ -194,13 +194,13 @@ class Sorted(Affinity):
             return loads[url] + item.patches <= limit
 
         known = item.key in self._homes
-        url, passed, tells = self._homes.pop(item.key, ("", frozenset(), False))
-        stays = url in order and set(order[: order.index(url)]) <= passed
+        url, there, tells = self._homes.pop(item.key, ("", frozenset(), False))
+        stays = url in order and set(order[: order.index(url)]) <= there
         if not (stays and fits(url, policies._KNOWN_BOUND, policies._KNOWN_SLACK)):
             url = next(url for url in order if fits(url, policies._BOUND, policies._SLACK))
-            passed = frozenset(order[: order.index(url)])
-            tells = not known and not passed
-        self._homes[item.key] = (url, passed, tells)
+            there = everyone
+            tells = not known and url == order[0]
+        self._homes[item.key] = (url, there, tells)
         if len(self._homes) > self._keys:
             self._homes.popitem(last=False)
         return url
@@ -330,6 +330,13 @@ def test_a_key_is_counted_once_and_only_at_its_first_encoder():
     policy.heard(other.key, "computed")
     policy.heard(b"unknown", "computed")
     assert policy._shared == once
+
+
+def test_keys_that_were_placed_among_the_same_encoders_share_their_names():
+    affinity, urls = Affinity(), [f"http://e{number}" for number in range(300)]
+    for item in works(50):
+        affinity([item], idle(*urls), rng())
+    assert len({id(home.known) for home in affinity._homes.values()}) == 1
 
 
 def test_only_so_many_keys_are_remembered():

@@ -57,6 +57,13 @@ def test_a_cache_size_that_is_no_number_is_refused(monkeypatch):
         cache_bytes(enabled=True)
 
 
+def test_an_encode_request_has_room_for_the_largest_item():
+    serving = SimpleNamespace(host="h", port=1, grpc_mode=False, smg_grpc_mode=False)
+    assert _Front.of(Settings(max_body_mb=65, media_max_mb=64), Trust(), serving)
+    with pytest.raises(ConfigError, match="SGLANG_EPD_MAX_BODY_MB=64 takes no item of"):
+        _Front.of(Settings(max_body_mb=64, media_max_mb=64), Trust(), serving)
+
+
 @pytest.mark.parametrize(
     ("flag", "typed", "used"),
     [

@@ -215,12 +215,16 @@ def test_told_twice_it_does_not_wait(server, work, number, status):
     assert work != [(200, b"done")]
 
 
-def test_with_a_broken_tower_it_ends_although_something_hangs(monkeypatch):
+@pytest.mark.parametrize("cause", ["broken", "a signal"])
+def test_it_ends_although_something_hangs(monkeypatch, cause):
     monkeypatch.setattr(serving, "DRAIN_S", 0.1)
     monkeypatch.setattr(serving, "CLOSE_S", 0.1)
     server = Server(hangs=True)  # has the bounds of this process, whose fork it is
     try:
-        server.get("/break")
+        if cause == "broken":
+            server.get("/break")
+        else:
+            os.kill(server.process.pid, signal.SIGTERM)
         server.process.join(PATIENCE_S)
         assert server.process.exitcode == 1
         with pytest.raises(EOFError):

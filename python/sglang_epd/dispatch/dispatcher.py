@@ -15,7 +15,7 @@ import random
 import secrets
 import time
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -56,6 +56,11 @@ _MOST_ASKER_CHARS = 128
 # encoder: that fills batches, leaves room for others, and is lost where an item is hopeless.
 _MOST_ITEMS = 64
 _AHEAD = 2 * _MOST_ITEMS
+# Nor does it have more bytes of inline media, but for one item: an encoder takes
+# `SGLANG_EPD_MAX_BODY_MB` at least of one, and of all requests together not much more.
+_MOST_BYTES = 64 << 20
+# Items that are described and assigned in one turn of the event loop.
+_AT_ONCE = 256
 # An encoder that probes find well may fail its requests all the same: after so many returns a
 # pause is not cut short by what is heard of it.
 _HASTY_RETURNS = 3
@@ -71,6 +76,8 @@ class _Progress:
     tried: frozenset[str] = frozenset()
     # The encoders that failed at the item itself, by their own account.
     faults: frozenset[str] = frozenset()
+    # A full encoder has refused it since it last waited.
+    refused: bool = False
     # How many encoders went away while they had it.
     losses: int = 0
     # How often it came back to encoders that had failed it, and was given to one.
@@ -191,12 +198,14 @@ class Dispatcher:
             while tasks or begun < len(items):
                 room = self._room(tasks) if begun < len(items) else 0
                 if room >= _MOST_ITEMS:
-                    part, begun = items[begun : begun + room], begun + room
+                    part = items[begun : begun + min(room, _AT_ONCE)]
+                    begun += len(part)
                     works = self._describe(part)
                     run.progress |= {
                         item.item: _Progress(work) for item, work in zip(part, works, strict=True)
                     }
                     tasks |= self._launch(run, part, None)
+                    await asyncio.sleep(0)
                     continue
                 done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
                 for task in done:
@@ -226,12 +235,11 @@ class Dispatcher:
         if run.left_s <= 0:
             raise reason or DeadlineError(_TOO_LATE)
         shares, stranded = self._assign(run, items)
-        parts = [
-            (url, share[at : at + _MOST_ITEMS])
+        tasks = {
+            asyncio.create_task(self._serve(run, url, part)): len(part)
             for url, share in shares.items()
-            for at in range(0, len(share), _MOST_ITEMS)
-        ]
-        tasks = {asyncio.create_task(self._serve(run, *part)): len(part[1]) for part in parts}
+            for part in _requests(share)
+        }
         if stranded:
             tasks[asyncio.create_task(self._wait(run, stranded, reason))] = len(stranded)
         return tasks
@@ -274,7 +282,7 @@ class Dispatcher:
         progress = [run.progress[item.item] for item in items]
         # For one of them at least.
         candidates = self._candidates(frozenset.intersection(*(one.faults for one in progress)))
-        full = isinstance(reason, OverloadedError)
+        full = any(one.refused for one in progress)
         if full and not candidates:
             full, reason = False, None  # those that were full are gone
         if full:
@@ -284,7 +292,8 @@ class Dispatcher:
             until = min(run.stranded_at + self._patience.encoder_s, run.deadline)
         nobody = reason or UnavailableError(self._nobody())
         complaint = self._pool.complaint()
-        if complaint is not None or isinstance(reason, EncodeError) or now >= until:
+        hopeless = isinstance(reason, EncodeError) and not full
+        if complaint is not None or hopeless or now >= until:
             raise complaint or nobody
         self._tally.add("waits")
         returns = max(one.returns for one in progress)
@@ -300,6 +309,7 @@ class Dispatcher:
             await wait(min(seconds, until - now))
         for one in progress:
             one.returns += 1
+            one.refused = False
             one.tried = one.faults
         return [(item, nobody) for item in items]
 
@@ -316,16 +326,19 @@ class Dispatcher:
     def _assign(
         self, run: _Run, items: Sequence[EncodeItem]
     ) -> tuple[dict[str, list[EncodeItem]], list[EncodeItem]]:
-        """Each item to an encoder that has not had it; and those that all have had."""
-        groups: defaultdict[frozenset[str], list[EncodeItem]] = defaultdict(list)
+        """Each item to an encoder that has not had it; and those that are to wait: all have had
+        them, or one was full and the rest are known to be."""
+        groups: defaultdict[tuple[frozenset[str], bool], list[EncodeItem]] = defaultdict(list)
         for item in items:
-            groups[run.progress[item.item].tried].append(item)
+            one = run.progress[item.item]
+            groups[one.tried, one.refused].append(item)
         shares: defaultdict[str, list[EncodeItem]] = defaultdict(list)
         stranded: list[EncodeItem] = []
         snapshot = self._pool.snapshot()
-        for tried, members in groups.items():
+        for (tried, refused), members in groups.items():
             views = self._candidates(tried)
-            if not views:
+            # Full ones would each be sent the media, to refuse them.
+            if not views or (refused and all(view.busy for view in views)):
                 stranded += members
                 continue
             works = [run.progress[item.item].work for item in members]
@@ -376,6 +389,7 @@ class Dispatcher:
         """
         self._tally.add("retries", error.code)
         progress = run.progress[item.item]
+        progress.refused |= isinstance(error, OverloadedError)
         if isinstance(error, EncodeError | NamespaceError):
             progress.faults |= {url}
         if isinstance(error, EncodeError) and len(progress.faults) >= _MAX_FAULTS:
@@ -412,6 +426,21 @@ class Dispatcher:
                 raise UnavailableError(
                     f"encoder {url} had no answer within {self._patience.attempt_s:g} s"
                 ) from None
+
+
+def _requests(share: list[EncodeItem]) -> Iterator[list[EncodeItem]]:
+    """An encoder's share, as encode requests."""
+    part: list[EncodeItem] = []
+    nbytes = 0
+    for item in share:
+        size = len(item.data or b"")
+        if len(part) == _MOST_ITEMS or (part and nbytes + size > _MOST_BYTES):
+            yield part
+            part, nbytes = [], 0
+        part.append(item)
+        nbytes += size
+    if part:
+        yield part
 
 
 def _end(limit: asyncio.Timeout, _given_up: asyncio.Future[None]) -> None:

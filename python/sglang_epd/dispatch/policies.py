@@ -112,7 +112,7 @@ _SLACK = 3.0
 # its embedding is kept there, the queue does not delay it.
 _KNOWN_BOUND = 2.0
 _KNOWN_SLACK = 8.0
-# Keys that are remembered, some 400 bytes each.
+# Keys that are remembered, some 300 bytes each.
 _KEYS = 32_768
 # Where at least this share of new keys is known to their first encoder, other servers send it
 # the same items. The share before anything is known, and the weight of each key that is heard of:
@@ -127,12 +127,12 @@ class _Home(NamedTuple):
 
     Attributes:
         url: the encoder that it was sent to.
-        passed: those before that one in the key's order, which had more to do.
+        known: the encoders that it was chosen from.
         tells: whether the encoder's answer will tell if another server sends it there too.
     """
 
     url: str
-    passed: frozenset[str]
+    known: frozenset[str]
     tells: bool
 
 
@@ -169,15 +169,16 @@ class Affinity(Policy):
         self, items: Sequence[ItemCost], snapshot: Snapshot, rng: random.Random
     ) -> list[str]:
         loads = {view.url: view.load for view in snapshot.encoders}
+        known = _one_for_all(frozenset(loads))
         chosen: dict[bytes, str] = {}
         for item in items:
             # Equal items of one request share one computation, wherever it is.
             if item.key not in chosen:
-                url = chosen[item.key] = self._choose(item, loads)
+                url = chosen[item.key] = self._choose(item, loads, known)
                 loads[url] += item.patches
         return [chosen[item.key] for item in items]
 
-    def _choose(self, item: ItemCost, loads: dict[str, float]) -> str:
+    def _choose(self, item: ItemCost, loads: dict[str, float], known: frozenset[str]) -> str:
         ranks = rendezvous(item.key, loads)
         cost = item.patches
         mean = (sum(loads.values()) + cost) / len(loads)
@@ -198,9 +199,8 @@ class Affinity(Policy):
                 # The least loaded always has room: it has the mean at most.
                 roomy = [url for url in loads if fits(url, _BOUND, _SLACK)]
             url = max(roomy, key=ranks.__getitem__)
-            passed = _before(url, ranks)
-            home = _Home(url, passed, tells=home is None and not passed)
-            self._homes[item.key] = home
+            tells = home is None and url == max(ranks, key=ranks.__getitem__)
+            home = self._homes[item.key] = _Home(url, known, tells)
         self._homes.move_to_end(item.key)
         if len(self._homes) > self._keys:
             self._homes.popitem(last=False)
@@ -218,13 +218,14 @@ class Affinity(Policy):
 def _stands(home: _Home, ranks: Ranks) -> bool:
     """Whether the encoder is there, and none that was missing when the key was placed and
     comes before it in the key's order."""
-    return home.url in ranks and _before(home.url, ranks) <= home.passed
+    own = ranks.get(home.url)
+    return own is not None and all(url in home.known for url, rank in ranks.items() if rank > own)
 
 
-def _before(url: str, ranks: Ranks) -> frozenset[str]:
-    """Those that come before it in a key's order."""
-    own = ranks[url]
-    return frozenset([other for other, rank in ranks.items() if rank > own])
+@lru_cache(maxsize=256)
+def _one_for_all(urls: frozenset[str]) -> frozenset[str]:
+    """The same set for equal ones: each key keeps one."""
+    return urls
 
 
 def rendezvous(key: bytes, urls: Iterable[str]) -> Ranks:

@@ -209,8 +209,14 @@ class _Front:
         """By the flags.
 
         Raises:
-            ConfigError: a setting is no network, or would have no effect.
+            ConfigError: a setting is no network, or would have no effect, or no encode request
+                could have an item of the largest size.
         """
+        if settings.max_body_mb <= settings.media_max_mb:
+            raise ConfigError(
+                f"SGLANG_EPD_MAX_BODY_MB={settings.max_body_mb} takes no item of "
+                f"SGLANG_EPD_MEDIA_MAX_MB={settings.media_max_mb:g}: it has to be larger"
+            )
         place = f"{serving.host}:{serving.port}"
         for network in settings.encoder_push_networks:
             try:

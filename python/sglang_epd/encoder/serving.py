@@ -40,9 +40,9 @@ class DrainingServer(uvicorn.Server):
     """Stops on a signal: refuses new requests, finishes accepted ones, and ends.
 
     Meanwhile it answers /health with 503, so that load balancers look elsewhere.
-    After a second signal it waits no longer. With a broken tower it stops as on a signal, with
-    accepted items going elsewhere, and the process ends with status 1: its supervisor starts
-    a new one.
+    After a second signal it waits no longer, and in no case for what never ends. With a broken
+    tower it stops as on a signal, with accepted items going elsewhere, and the process ends with
+    status 1: its supervisor starts a new one.
 
     Args:
         registration: begins when the server listens, and ends with the signal.
@@ -83,6 +83,8 @@ class DrainingServer(uvicorn.Server):
 
         def begin() -> None:
             self._draining = asyncio.create_task(self._drain(sig, frame))
+            # Later something hangs: a pass that does not end, on a device or in a library.
+            self._loop.call_later(DRAIN_S + 4 * CLOSE_S, _give_up)
 
         self._loop.call_soon_threadsafe(begin)
 
@@ -100,12 +102,10 @@ class DrainingServer(uvicorn.Server):
         else:
             super().handle_exit(sig, frame)
 
-    async def _end_if_broken(self) -> NoReturn:
+    async def _end_if_broken(self) -> None:
         await self._broken.wait()
         logger.critical("This encoder ends, because its vision tower is broken")
         self.handle_exit(signal.SIGTERM, None)
-        await asyncio.sleep(DRAIN_S + 2 * CLOSE_S)
-        _end(1)  # something hangs that the device has to do with
 
 
 def run(serving: Coroutine[Any, Any, None]) -> None:
@@ -121,6 +121,11 @@ def run(serving: Coroutine[Any, Any, None]) -> None:
         asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
     ):
         runner.run(serving)
+
+
+def _give_up() -> NoReturn:
+    logger.critical("This encoder ends, though something that it has begun does not")
+    _end(1)
 
 
 def _end(status: int) -> NoReturn:

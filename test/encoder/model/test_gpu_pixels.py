@@ -70,6 +70,11 @@ def test_a_picture_that_is_too_large_is_left_to_the_decoders_which_refuse_it() -
     assert pixels(max_pixels=64 * 48 - 1).decode(encoded()) is None
 
 
+def test_a_large_picture_is_decoded_in_memory_that_is_counted() -> None:
+    assert pixels().decode(encoded(PICTURE.resize((4096, 4096)))) is not None
+    assert pixels().decode(encoded(PICTURE.resize((4096, 4097)))) is None
+
+
 class _Third(Device):
     name = torch.device("cuda", 3)
 

@@ -26,6 +26,9 @@ _JPEG = (b"\xff\xd8", b"\xff\xd9")
 # In the pixels of a picture no such bytes can be.
 _PROGRESSIVE = b"\xff\xc2"
 _COLOURS = 3
+# Larger ones are decoded in memory that `SGLANG_EPD_DECODE_MB` counts: each of the threads that
+# prepare has one on the device.
+_MOST_PIXELS = 16 << 20
 
 
 class GpuPixels:
@@ -41,7 +44,7 @@ class GpuPixels:
     def __init__(self, preprocessor: Any, device: Device, limits: MediaLimits) -> None:
         self._device = device
         self._name = str(device.name)
-        self._limits = limits
+        self._most = min(limits.max_pixels, _MOST_PIXELS)
         # Of its own: nvJPEG writes on a stream that does not wait for the current one, so what
         # it writes to must not be memory that queued work of that stream still reads.
         self._decoding = device.stream()
@@ -57,14 +60,14 @@ class GpuPixels:
 
         Returns:
             None for what is to be decoded elsewhere: other formats, progressive JPEGs, any of
-            whose scans takes time, pictures without three colours, those that are larger than
-            allowed or that nvJPEG does not decode.
+            whose scans takes time, pictures without three colours, those of over 16 megapixels, and
+            those that nvJPEG does not decode.
         """
         first, last = _JPEG
         if not (data.startswith(first) and data.endswith(last)) or _PROGRESSIVE in data:
             return None
         size = image_size(data)
-        if size is None or size[0] * size[1] > self._limits.max_pixels:
+        if size is None or size[0] * size[1] > self._most:
             return None
         current = self._device.current()
         try:

@@ -5,7 +5,8 @@
 Three encoder servers and one language server take a steady load of requests, one picture
 each that nobody has seen, at 60% of what they answer at most: first in peace, then while
 encoders are killed (kill -9), frozen (SIGSTOP) and told to go (SIGTERM), and come back.
-This package first; when its servers have ended, SGLang's own EPD (SGLANG_EPD=off) the same
+A language server that ends is started again at once, as a supervisor would. This package first;
+when its servers have ended, SGLang's own EPD (SGLANG_EPD=off) the same
 way. `--dynamic`: the encoders register themselves (--encoder-register-urls).
 
 On one machine, so a server that starts again takes processor time from those that serve,
@@ -18,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import os
 import re
 import signal
@@ -142,17 +144,37 @@ class Servers:
         server.start()
         self._weigh(number, self._nice)
 
-    async def ready(self, number: int) -> None:
-        """Wait for a restarted encoder; unlike `wait_ready` it can be cancelled.
+    def restart_language(self, life: int) -> None:
+        """Start the language server, which has ended, at its old port; returns at once."""
+        self.language.kill()  # what it has left behind
+        stem = f"{self._arm.replace(' ', '-')}-language"
+        self.language.log_path = self._logs / f"{stem}-again-{life}.log"
+        self.language.start()
+
+    async def language_ready(self) -> None:
+        """Wait for a restarted language server.
 
         Raises:
             ServerError: it ended.
             TimeoutError: it was not ready in time.
         """
+        await self._ready(self.language, self.url)
+
+    async def _ready(self, server: ServerProcess, url: str) -> None:
+        """As `wait_ready`, but it can be cancelled."""
         async with asyncio.timeout(START_TIMEOUT_S):
-            while not await _healthy(self.encoder_urls[number]):
-                self.encoders[number].check_running()
+            while not await _healthy(url):
+                server.check_running()
                 await asyncio.sleep(0.2)
+
+    async def ready(self, number: int) -> None:
+        """Wait for a restarted encoder.
+
+        Raises:
+            ServerError: it ended.
+            TimeoutError: it was not ready in time.
+        """
+        await self._ready(self.encoders[number], self.encoder_urls[number])
         if self._nice:
             try:
                 self._weigh(number, 0)
@@ -270,11 +292,20 @@ class Chaos:
         print(f"{self.events[-1].at_s:6.1f} s: {server}, {what}", flush=True)
 
     async def watch_language(self) -> None:
-        """Until it ends, or cancelled; its end is an event like the others."""
-        while self._servers.language.running:  # noqa: ASYNC110, nobody signals it
-            await asyncio.sleep(0.1)
-        self._tell("has ended", "language server")
-        self._servers.notes.append(f"the language server ended: {self._servers.last_words()}")
+        """Start it again whenever it ends, until cancelled; that is an event like the others."""
+        for life in itertools.count(1):
+            while self._servers.language.running:  # noqa: ASYNC110, nobody signals it
+                await asyncio.sleep(0.1)
+            self._tell("has ended", "language server")
+            self._servers.notes.append(f"the language server ended: {self._servers.last_words()}")
+            self._servers.restart_language(life)
+            try:
+                await self._servers.language_ready()
+            except (ServerError, TimeoutError) as error:
+                why = (str(error).splitlines() or [type(error).__name__])[0]
+                self._servers.notes.append(f"the language server did not come back: {why}")
+                continue
+            self._tell("is ready again", "language server")
 
 
 async def _healthy(url: str) -> bool:

@@ -1,12 +1,14 @@
 """Conversations that begin with pictures: what the turns after the first one cost.
 
-    .venv/bin/python benchmark/conversations.py [--rounds 5] [--at-once 1 4]
+    .venv/bin/python benchmark/conversations.py [--rounds 5] [--at-once 1 4] [--in-tree-batch 1]
 
 A conversation shows its pictures in its first turn and sends them again with each of the
 others, as clients of the chat API do. Every picture belongs to one conversation. One
 server that does everything, SGLang's own EPD (its encoder's prefix cache on) and this
 package run side by side on the same cores; each round has the same conversations on one
 after the other, in a random order. Times are to the first token of a streamed answer.
+In-tree EPD's encoder asks its cache for a request that is alone in its batch:
+`--in-tree-batch 1` has each alone.
 
 What was asked of our encoder, and the embedding bytes that left it, are by its metrics; of
 SGLang's, which tells neither, requests are counted in its access log.
@@ -95,8 +97,10 @@ class Traffic:
 class Servers:
     """One arm's."""
 
-    def __init__(self, arm: str, model: str, logs: Path) -> None:
+    def __init__(self, arm: str, model: str, logs: Path, batch: str) -> None:
         env, apart = ARMS[arm]
+        if arm == INTREE and batch:
+            env = {**env, "SGLANG_ENCODER_MAX_BATCH_SIZE": batch}
         self._env = {**os.environ, **env}
         self._logs, self._arm = logs, arm
         self._model = model
@@ -155,7 +159,7 @@ class Bench:
         logs = Path(tempfile.mkdtemp(prefix="sglang-epd-conversations-"))
         print("logs:", logs, flush=True)
         model = str(ensure(options.model))
-        self.arms = {arm: Servers(arm, model, logs) for arm in ARMS}
+        self.arms = {arm: Servers(arm, model, logs, options.in_tree_batch) for arm in ARMS}
         self.turns: list[Turn] = []
         self.traffic: list[Traffic] = []
         self._draw = random.Random(options.seed)
@@ -350,6 +354,12 @@ def main() -> None:
     parser.add_argument("--size", choices=("224", "448"), default="448")
     parser.add_argument("--tokens", type=int, default=8)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--in-tree-batch",
+        default="",
+        metavar="REQUESTS",
+        help="in-tree EPD's SGLANG_ENCODER_MAX_BATCH_SIZE",
+    )
     parser.add_argument("--out", type=Path, default=RESULTS / "conversations.md")
     options = parser.parse_args()
     bench = Bench(options)

@@ -32,6 +32,14 @@ class Qwen25VL(QwenVision):
             VisionSpec(8, 320, 768, 4, taps=(3, 7)),
             seed=4,
         ),
+        # As `heavy-qwen2-vl`; SGLang builds no language model for it on encoders.
+        CheckpointSpec(
+            "heavy-qwen2_5-vl",
+            TextSpec(16, 1024, 2816, 16, 4),
+            VisionSpec(8, 384, 1536, 6, taps=(3, 7)),
+            seed=1,
+            shard_mb=200,
+        ),
     )
 
     def config(self, spec: CheckpointSpec, tokenizer: PreTrainedTokenizerFast) -> PreTrainedConfig:

@@ -69,6 +69,7 @@ _SERVE = (script("serve.py"), "--out", "{work}", *_OWN[2:], "--steps")
 _TINY = ("--tiny",)
 
 _EARLY = ("--arms", "sglang-epd", "early off", "--cells", "4 x 1080p", "4 x 448")
+_ONE = ("--arms", "one", "one, CUDA IPC", "--cells", "4 x 1080p", "1 x 1080p", "1 x 448")
 
 # In the order in which they run, unless `--parts` has another.
 PARTS = {
@@ -78,6 +79,7 @@ PARTS = {
     "parity": Part((*_SERVE, "parity", "--rounds", "2"), 3.0),
     "ttft": Part((*_SERVE, "ttft-8b"), 5.0),
     "early": Part((*_SERVE, "ttft-8b", "--alone", *_EARLY), 2.5),
+    "one": Part((*_SERVE, "ttft-8b", "--alone", *_ONE), 2.5),
     "graphs": Part((*_ENGINE, "--arms", "graphs"), 1.5, _TINY),
 }
 # Where they are asked for.

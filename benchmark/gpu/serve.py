@@ -33,9 +33,11 @@ from gpu import serve_parity, serve_ttft  # noqa: E402
 from gpu.results import aligned  # noqa: E402
 from gpu.serve_bench import LEAST_S, Bench, Step  # noqa: E402
 from gpu.serve_fleet import (  # noqa: E402
+    BY_IPC,
     EARLY_OFF,
     GPU_PIXELS,
     GpuWatch,
+    as_sglang_sets_it_up,
     in_tree,
     one_server,
     ours,
@@ -178,6 +180,7 @@ ARMS: dict[str, Callable[[], Arm]] = {
     "in-tree": in_tree,
     "sglang-epd": ours,
     EARLY_OFF: partial(ours, early=False),
+    BY_IPC: as_sglang_sets_it_up,
 }
 # Steps by the large checkpoint that each needs.
 LARGE = {"ttft-8b": "8b", "ttft-7b": "7b"}

@@ -68,6 +68,7 @@ _OURS = {
 # Encoders make pixels where one server on a GPU does.
 GPU_PIXELS = {"SGLANG_ENCODER_IMAGE_PROCESSOR_USE_GPU": "1"}
 EARLY_OFF = "early off"
+BY_IPC = "one, CUDA IPC"
 _CACHE = "--enable-prefix-mm-cache"
 _TO_TOKENIZER = "--encoder-transfer-backend zmq_to_tokenizer"
 
@@ -82,6 +83,14 @@ def one_server(*, caches: bool) -> Arm:
     flags = "" if caches else "--disable-radix-cache"
     servers = [Server(role="server", flags=flags)]
     return Arm(name="one", title="one server", family="colocated", servers=servers, env=env)
+
+
+def as_sglang_sets_it_up() -> Arm:
+    """One server as SGLang sets Qwen3-VL up on Hopper GPUs where no flag says otherwise: features
+    by CUDA IPC, and no embedding kept."""
+    flags, env = "--mm-feature-transport cuda_ipc", {"SGLANG_VLM_CACHE_SIZE_MB": "0"}
+    servers = [Server(role="server", flags=flags)]
+    return Arm(name=BY_IPC, title=BY_IPC, family="colocated", servers=servers, env=env)
 
 
 def in_tree(pixels: dict[str, str] | None = None) -> Arm:

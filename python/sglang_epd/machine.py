@@ -31,17 +31,20 @@ def share_mb(memory_bytes: int | None = None) -> int:
     return min(max(LEAST_MB, (memory >> 20) // _SERVERS), MOST_MB)
 
 
-def decode_mb(memory_bytes: int | None = None) -> int:
+def decode_mb(memory_bytes: int | None = None, towers: int = 1) -> int:
     """MiB that one server may decode media in: an eighth of the memory.
 
     >>> [decode_mb(gib << 30) for gib in (16, 64, 128, 512)]
     [4096, 8192, 16384, 32768]
+    >>> decode_mb(1024 << 30, towers=8)
+    131072
 
     Args:
         memory_bytes: the machine's own, or its control group's limit, unless given.
+        towers: of the server, in the place of as many servers with one.
     """
     memory = usable_bytes() if memory_bytes is None else memory_bytes
-    return min(max(2 * LEAST_MB, (memory >> 20) // _DECODING), 2 * MOST_MB)
+    return min(max(2 * LEAST_MB, (memory >> 20) // _DECODING), 2 * MOST_MB * towers)
 
 
 def usable_bytes(root: Path = Path("/")) -> int:

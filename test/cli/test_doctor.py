@@ -110,6 +110,9 @@ def test_mooncake_is_tried_in_a_process_of_its_own(monkeypatch, tmp_path, code, 
 
 def test_rdma_ports_that_are_active(tmp_path, monkeypatch):
     assert worst(list(machine.rdma(tmp_path / "none"))) is Verdict.NOTE
+    monkeypatch.setattr(
+        machine.resource, "getrlimit", lambda _which: (machine.resource.RLIM_INFINITY, 0)
+    )
     for card, state in {"mlx5_0": "1: DOWN", "mlx5_1": "4: ACTIVE"}.items():
         port = tmp_path / card / "ports" / "1"
         port.mkdir(parents=True)
@@ -117,6 +120,15 @@ def test_rdma_ports_that_are_active(tmp_path, monkeypatch):
         first = next(iter(machine.rdma(tmp_path)))
         assert first.verdict is (Verdict.OK if "ACTIVE" in state else Verdict.WARN)
     assert "mlx5_1/1" in first.found
+    devices = tmp_path / "dev"
+    devices.mkdir()
+    hidden = list(machine.rdma(tmp_path, devices))
+    assert [one.verdict for one in hidden] == [Verdict.OK, Verdict.WARN]
+    assert "uverbs" in hidden[1].found
+    (devices / "uverbs0").touch()
+    assert [one.verdict for one in machine.rdma(tmp_path, devices)] == [Verdict.OK]
+    monkeypatch.setenv("MC_FORCE_TCP", "")
+    assert "MC_FORCE_TCP" in list(machine.rdma(tmp_path, devices))[-1].found
     monkeypatch.setattr(machine.resource, "getrlimit", lambda _which: (64 << 20, 64 << 20))
     assert "ulimit -l" in list(machine.rdma(tmp_path))[-1].mend
 

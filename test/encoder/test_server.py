@@ -60,8 +60,9 @@ def test_a_cache_size_that_is_no_number_is_refused(monkeypatch):
 def test_an_encode_request_has_room_for_the_largest_item():
     serving = SimpleNamespace(host="h", port=1, grpc_mode=False, smg_grpc_mode=False)
     assert _Front.of(Settings(max_body_mb=65, media_max_mb=64), Trust(), serving)
-    with pytest.raises(ConfigError, match="SGLANG_EPD_MAX_BODY_MB=64 takes no item of"):
-        _Front.of(Settings(max_body_mb=64, media_max_mb=64), Trust(), serving)
+    for body, media in ((64, 10), (80, 80)):
+        with pytest.raises(ConfigError, match=f"SGLANG_EPD_MAX_BODY_MB={body} has to be over 64"):
+            _Front.of(Settings(max_body_mb=body, media_max_mb=media), Trust(), serving)
 
 
 @pytest.mark.parametrize(

@@ -56,6 +56,7 @@ disaggregation.common.conn
     seams/bootstrap: CommonKVBootstrapServer(app)
 disaggregation.encoder.preprocessor
     encoder/model/preparing: EncoderPreprocessResult(mm_inputs grid_thw token_counts)
+    encoder/model/engine: EncoderPreprocessor(io_executor preproc_executor)
     encoder/model/preparing: EncoderPreprocessor(vision_config image_processor video_processor
         audio_processor)
 disaggregation.encoder.server
@@ -103,7 +104,7 @@ managers.scheduler
     seams/early: Scheduler(is_generation page_size)
     seams/idle: Scheduler(idle_sleeper _prefill_decode_interval_remaining)
     seams/prefix: Scheduler(tree_cache waiting_queue disagg_prefill_bootstrap_queue chunked_req
-        running_batch disagg_prefill_inflight_queue)
+        running_batch disagg_prefill_inflight_queue beam_coordinator)
     seams/scheduler: Scheduler(mm_receiver idle_sleeper model_config)
 managers.scheduler_components.idle_sleeper
     seams/scheduler: IdleSleeper(poller)
@@ -121,6 +122,7 @@ model_executor.model_runner
 sampling.sampling_params
     language/manifest: SamplingParams(custom_params)
 multimodal.processors.base_processor
+    encoder/model/engine: BaseMultimodalProcessor(io_executor)
     seams/prompt: BaseMultimodalProcessor(mm_tokens _tokenizer)
     seams/prompt: MultimodalSpecialTokens(image_token image_token_regex)
 plugins.hook_registry

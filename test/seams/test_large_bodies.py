@@ -14,7 +14,7 @@ import pytest
 
 from seams.conftest import listening
 from sglang_epd.seams import large_bodies
-from sglang_epd.seams.large_bodies import MANY_PARTS, MOST_PARTS, count_parts
+from sglang_epd.seams.large_bodies import MANY_MEDIA, MOST_PARTS, count_parts
 from sglang_epd.seams.tokenizer import TokenizerSeam
 
 # SGLang's answers to errors are made with a class that FastAPI deprecates.
@@ -29,7 +29,7 @@ def chat(*parts: Any, name: str = "") -> bytes:
     return json.dumps({"model": name, "messages": [message]}).encode()
 
 
-def many(name: str, part: Any = PICTURE, count: int = MANY_PARTS) -> bytes:
+def many(name: str, part: Any = PICTURE, count: int = MANY_MEDIA + 1) -> bytes:
     return chat(*[part] * count, name=name)
 
 
@@ -103,6 +103,19 @@ async def test_large_requests_are_laid_out_one_at_a_time_and_small_ones_at_once(
     assert max(serving.begun.values()) > min(serving.ended.values())
 
 
+async def test_a_long_conversation_without_media_does_not_wait_for_others(post, serving):
+    large = asyncio.create_task(post(many("media")))
+    await serving.until(lambda: bool(serving.inside))
+    talk = [{"role": "user", "content": [{"type": "text", "text": "x"}]}] * 1000
+    talks = [
+        asyncio.create_task(post(json.dumps({"model": name, "messages": talk}).encode()))
+        for name in ("a", "b")
+    ]
+    await serving.until(lambda: {"a", "b"} <= set(serving.inside))
+    serving.go.set()
+    assert [(await one)[0] for one in (large, *talks)] == [200] * 3
+
+
 async def test_a_turn_ends_when_its_request_is_laid_out(post, serving):
     serving.go.set()
     serving.answer.clear()
@@ -124,13 +137,10 @@ async def test_after_a_turn_others_have_as_much_time_as_it_took(post, serving):
     assert serving.begun[second] - serving.ended[first] > 0.25
 
 
-@pytest.mark.parametrize("part", [1, {"type": "nothing"}], ids=str)
-async def test_a_large_request_that_is_refused_gives_its_turn_back(
-    post, serving, part, monkeypatch
-):
+async def test_a_large_request_that_is_refused_gives_its_turn_back(post, serving, monkeypatch):
     # As long again as the refusal takes, of which a busy machine makes seconds.
     monkeypatch.setattr(large_bodies, "LONGEST_WAIT_S", 100.0)
-    status, _ = await post(many("refused", part))
+    status, _ = await post(many("refused", {"type": "image_nothing"}))
     assert status == 400
     serving.go.set()
     assert await post(many("next")) == (200, {"served": "next"})
@@ -167,7 +177,8 @@ async def test_a_client_that_leaves_gives_up_its_place(post, serving):
     first = asyncio.create_task(post(many("a")))
     await serving.until(lambda: bool(serving.inside))
     # More than uvicorn reads before somebody asks for it.
-    left = asyncio.create_task(post(many("left", {"type": "text", "text": "x" * 1000})))
+    long = {"type": "image_url", "image_url": {"url": "data:," + "x" * 1000}}
+    left = asyncio.create_task(post(many("left", long)))
     await serving.until(lambda: serving.seam.turns._waiting == 1)
     left.cancel()
     with contextlib.suppress(asyncio.CancelledError):
@@ -187,29 +198,30 @@ async def test_a_server_without_our_receiver_takes_all_at_once(post, serving, sg
 
 
 @pytest.mark.parametrize(
-    ("body", "path", "parts"),
+    ("body", "path", "counts"),
     [
-        ({"messages": [{"role": "user", "content": "image_url [{" * 10_000}]}, "/v1/chat", 1),
-        ({"messages": [{"content": [PICTURE, PICTURE]}, {"content": "x"}]}, "/v1/chat", 4),
-        ({"messages": [{"content": [{"content": [1, 2, 3]}]}]}, "/v1/messages", 5),
-        ({"text": "x", "image_data": [["a", "b"], ["c"]], "video_data": "v"}, "/generate", 5),
-        ({"input_ids": [1] * 100_000, "tools": [{}] * 100}, "/generate", 0),
-        ({"input": [1] * 100_000}, "/v1/embeddings", 0),
-        ({"input": [{"image": "a"}, {"text": "b"}]}, "/v1/embeddings", 2),
-        ({"input": [{"content": [1, 2]}]}, "/v1/responses", 3),
-        ([1, 2, 3], "/v1/rerank", 0),
-        ({"messages": {"messages": None}}, "/v1/chat", 0),
+        ({"messages": [{"role": "user", "content": "image_url [{" * 10_000}]}, "/v1/chat", (1, 0)),
+        ({"messages": [{"content": [PICTURE, PICTURE]}, {"content": "x"}]}, "/v1/chat", (4, 2)),
+        ({"messages": [{"content": [{"content": [1, 2, 3]}]}]}, "/v1/messages", (5, 0)),
+        ({"text": "x", "image_data": [["a", "b"], ["c"]], "video_data": "v"}, "/generate", (5, 3)),
+        ({"input_ids": [1] * 100_000, "tools": [{}] * 100}, "/generate", (0, 0)),
+        ({"input": [1] * 100_000}, "/v1/embeddings", (0, 0)),
+        ({"input": [{"image": "a", "text": "b"}, {"text": "b"}]}, "/v1/embeddings", (2, 1)),
+        ({"input": [{"content": [1, 2]}]}, "/v1/responses", (3, 0)),
+        ([1, 2, 3], "/v1/rerank", (0, 0)),
+        ({"messages": {"messages": None}}, "/v1/chat", (0, 0)),
     ],
 )
-def test_what_counts_as_a_part(body, path, parts):
-    assert count_parts(body, path) == parts
+def test_what_counts_as_a_part_and_as_a_medium(body, path, counts):
+    assert count_parts(body, path) == counts
 
 
 def test_counting_stops_when_there_are_too_many():
     huge = [[[1] * 1000] * 1000] * 1000
-    assert MOST_PARTS < count_parts({"messages": huge}, "/v1/chat/completions") < 2 * MOST_PARTS
+    parts, _ = count_parts({"messages": huge}, "/v1/chat/completions")
+    assert MOST_PARTS < parts < 2 * MOST_PARTS
 
 
 def test_no_spelling_of_a_key_hides_parts():
-    text = '{"\\u006dessages": [{"cont\\u0065nt": [{"type": "x"}, {"type": "y"}]}]}'
-    assert count_parts(json.loads(text), "/v1/chat/completions") == 3
+    text = '{"\\u006dessages": [{"cont\\u0065nt": [{"type": "x"}, {"t\\u0079pe": "im\\u0061ge"}]}]}'
+    assert count_parts(json.loads(text), "/v1/chat/completions") == (3, 1)

@@ -80,6 +80,21 @@ def test_locks_go_when_the_prefill_has_them_or_somebody_needs_the_memory(
     assert (("let_go",) in gate.told) == (result == "NO_TOKEN")
 
 
+def test_a_request_that_only_the_locks_are_in_the_way_of_runs_at_once(sglang, gate):
+    """SGLang would look at its queue again when a running request has ended."""
+    results = sglang("managers.schedule_policy").AddReqResult
+    one, adder = request(), SimpleNamespace(can_run_list=[])
+
+    def original(adder: Any, req: Any) -> Any:
+        if gate.locks:
+            return results.NO_TOKEN
+        adder.can_run_list.append(req)
+        return results.CONTINUE
+
+    assert prefix.add_one(original, adder, one) is results.CONTINUE
+    assert gate.told[1:] == [("let_go",), ("taken", "r")]
+
+
 @pytest.mark.parametrize(("added", "passed"), [(True, "NO_TOKEN"), (False, "CONTINUE")])
 def test_those_behind_a_part_that_there_is_no_memory_for_are_looked_at(sglang, gate, added, passed):
     """Unless it is the part that has taken the last of it."""
@@ -263,6 +278,10 @@ class FakeScheduler:
         self.chunked_req = None
         self.prefill_decode_interval = 0
         self.calls: list[tuple] = []
+        self.beam_coordinator = self
+
+    def retire_group(self, req: Any) -> None:
+        self.calls.append(("retire", req.rid))
 
     def _add_request_to_queue(self, req: Any, is_retracted: bool = False) -> None:
         self.calls.append(("add", req.rid, is_retracted))
@@ -327,3 +346,12 @@ def test_a_request_is_taken_out_of_a_prefill_servers_first_queue(scheduler, queu
     assert queue.remove(one)
     assert scheduler.disagg_prefill_bootstrap_queue.queue == [other]
     assert set(queue.waiting()) == {"other"}
+
+
+@pytest.mark.parametrize("sends", [True, False])
+def test_a_request_that_ends_where_it_waits_is_let_go_of_as_in_sglangs_queue(
+    scheduler, queue, sends
+):
+    queue.discard(request(disagg_kv_sender=object() if sends else None))
+    told = [("retire", "r"), ("release", "r"), ("release sender", "r")]
+    assert scheduler.calls == told[: 3 if sends else 2]

@@ -268,6 +268,9 @@ LOCAL, REMOTE = "http://127.0.0.1:1", "http://10.0.0.2:1"
         ("10.0.0.1", [REMOTE], "10.0.0.1"),
         ("10.0.0.1", [], "10.0.0.1"),
         ("[fd00::1]", [REMOTE], "fd00::1"),
+        # As names do, these resolve to 10.0.0.1, and to this host itself.
+        ("167772161", [REMOTE], "10.0.0.1"),
+        ("127.1", [REMOTE], "found"),
         ("127.0.0.1", [LOCAL], "127.0.0.1"),
         ("localhost", [LOCAL], "127.0.0.1"),
         ("::1", [LOCAL], "::1"),
@@ -282,6 +285,11 @@ LOCAL, REMOTE = "http://127.0.0.1:1", "http://10.0.0.2:1"
 def test_encoders_are_told_an_address_they_can_reach(sglang, monkeypatch, host, urls, address):
     monkeypatch.setattr(sglang("utils.network"), "get_local_ip_auto", lambda: "found")
     assert _reachable_address(host, urls) == address
+
+
+def test_a_host_without_an_address_is_refused_by_its_flag(sglang):
+    with pytest.raises(ConfigError, match=r"^--host a\.\.b: "):
+        _reachable_address("a..b", [REMOTE])
 
 
 def _scheduler(control_path: Path) -> None:

@@ -1,10 +1,12 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 
 import pytest
 
+from forking import fork
 from sglang_epd.transfer import host
 
 
@@ -67,3 +69,15 @@ def test_where_the_system_does_not_tell_nothing_is_shared(monkeypatch, tmp_path)
     finally:
         monkeypatch.undo()
         host._machine.cache_clear()
+
+
+def test_a_process_that_cannot_be_seen_now_may_live(another_process):
+    name, _ = another_process
+
+    def see() -> None:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (0, 0))
+        os._exit(0 if host.lives(name) else 1)
+
+    child = fork(see)
+    child.join()
+    assert child.exitcode == 0

@@ -898,3 +898,83 @@ def test_memory_that_does_not_add_up_is_noticed(books):
     block.state = BlockState.QUARANTINED
     with pytest.raises(AssertionError, match="wrong list"):
         check_reservations(books.reservations)
+
+
+# The lower half of the memory.
+
+
+def others_fill_the_upper_half(books):
+    books.expect("others", letters="?" * (PAGES // 2 + 1))
+    for item in range(PAGES // 2):
+        books.grant("others", item)
+
+
+def test_what_a_frozen_encoder_may_write_to_is_passed_over(books):
+    """Else a request would wait for its half, and others for it, for as long as that is frozen."""
+    books.expect("frozen")
+    books.grant("frozen", landing="shared")
+    books.ledger.cancel("frozen", 0.0)
+    (frozen,) = books.reservations.quarantined
+    assert frozen.offset == 0
+    others_fill_the_upper_half(books)
+    books.expect("t", letters="???")
+    assert [books.grant("t", item).offset // PAGE for item in range(3)] == [1, 2, 3]
+    check_ledger(books.ledger)
+
+
+def test_an_item_leaves_its_place_to_a_frozen_encoder_of_its_own(books):
+    others_fill_the_upper_half(books)
+    books.expect("t", letters="??")
+    first = books.grant("t", landing="shared", peer=b"frozen")
+    again = books.grant("t", landing="shared", peer=b"another")
+    assert (first.offset, again.offset) == (0, PAGE)
+    assert books.reservations.quarantined == [first]
+    books.reservations.settle_late(first.grant, "t")
+    assert books.grant("t", 1).offset == 0, "the one after it takes the place that is free again"
+    check_ledger(books.ledger)
+
+
+def test_a_request_does_not_wait_for_its_own_last_item(books):
+    books.expect("t", letters="???")
+    blocks = [books.grant("t", item) for item in range(3)]
+    assert blocks[2].offset == 0
+    for block in blocks[:2]:
+        assert books.ledger.withdraw(wire.Withdraw(*block.name))
+    others_fill_the_upper_half(books)
+    assert [books.grant("t", item).offset // PAGE for item in range(2)] == [1, 2]
+
+
+@pytest.mark.parametrize(("consumers", "granted"), [(1, True), (2, False)])
+def test_what_the_prefix_cache_has_is_not_waited_for(books, consumers, granted):
+    """Unless another sample may need it."""
+    others_fill_the_upper_half(books)
+    books.expect("holder", letters="??")
+    books.grant("holder")
+    books.claim(books.expect("t", letters="ab", laid=True, consumers=consumers), covered=(0,))
+    answer = books.ledger.offer(offer("t", 1, letter="b"), 0.0)
+    assert isinstance(answer, Block) == granted
+
+
+@pytest.mark.parametrize("ends", ["withdraws", "says nothing more"])
+def test_an_item_that_its_last_encoder_was_declined_for_is_sent_for_again(books, ends):
+    """One that was taken for dead came back and took the item from the one that had it."""
+    books.expect()
+    for peer in (b"back", b"another"):
+        books.grant(peer=peer)
+    block = books.grant(peer=b"back")
+    renewal = offer(renewal=True)
+    assert books.ledger.offer(renewal, 0.0, peer=b"another").reason == wire.DECLINE_DUPLICATE
+    assert not books.needed()
+    if ends == "withdraws":
+        books.ledger.withdraw(wire.Withdraw(*block.name))
+    else:
+        books.ledger.expire(GRANT_TTL_S)
+    assert books.needed() == [wire.Needed("t", (0,))]
+    books.grant(peer=b"another")
+    check_ledger(books.ledger)
+
+
+def test_an_item_that_nobody_was_declined_for_is_its_dispatchers(books):
+    books.expect()
+    books.ledger.withdraw(wire.Withdraw(*books.grant().name))
+    assert not books.needed()

@@ -202,3 +202,18 @@ def test_the_control_channel_takes_more_than_the_payload_channel():
 def test_every_header_fits_where_chunks_do():
     """The receiver's sockets refuse frames longer than either."""
     assert wire.MAX_HEADER_BYTES <= wire.MAX_CHUNK_BYTES <= wire.MAX_CONTROL_BYTES
+
+
+def test_metadata_is_not_nested_deeper_than_a_reader_can_follow():
+    """A peer's reader may have less of a stack left, and an outcome carries it for others."""
+    extra = []
+    for _ in range(31):
+        extra = [extra]
+    spec = wire.TensorSpec("float32", (1, 1))
+    told = msgspec.msgpack.encode(wire.Layout("IMAGE", spec, [], {"a": extra[0]}))
+    msgspec.msgpack.decode(told, type=wire.Layout)
+    with pytest.raises(ValueError, match="nested too deeply"):
+        wire.Layout("IMAGE", spec, [], {"a": extra})
+    deeper = told.replace(b"\xa1a", b"\xa1a\x91")
+    with pytest.raises(msgspec.ValidationError, match="nested too deeply"):
+        msgspec.msgpack.decode(deeper, type=wire.Layout)

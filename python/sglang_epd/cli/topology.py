@@ -186,6 +186,9 @@ def plan(shape: Shape, free_port: Callable[[], int], place: Callable[[int], Plac
     if behind_router:
         # Its own metrics would else be on one port for all routers of a machine.
         targets += [] if apart else ["--prometheus-port", str(free_port())]
+        # A request whose media no encoder takes says nothing of the server that answers so, and
+        # has had its deadline there.
+        targets += ["--disable-circuit-breaker", "--retry-max-retries", "2"]
         command = ("-m", "sglang_router.launch_router", *targets)
         command += ("--host", shape.host, "--port", str(api_port), *shape.words("router"))
         # SGLang's router asks its servers about themselves as it starts.

@@ -37,6 +37,7 @@ from sglang_epd.errors import (
 from sglang_epd.spans import OFF, Span
 from sglang_epd.tally import Tally
 from sglang_epd.wire.http import (
+    MOST_MB,
     EncodeItem,
     EncodeReply,
     EncodeRequest,
@@ -56,9 +57,6 @@ _MOST_ASKER_CHARS = 128
 # encoder: that fills batches, leaves room for others, and is lost where an item is hopeless.
 _MOST_ITEMS = 64
 _AHEAD = 2 * _MOST_ITEMS
-# Nor does it have more bytes of inline media, but for one item: an encoder takes
-# `SGLANG_EPD_MAX_BODY_MB` at least of one, and of all requests together not much more.
-_MOST_BYTES = 64 << 20
 # Items that are described and assigned in one turn of the event loop.
 _AT_ONCE = 256
 # An encoder that probes find well may fail its requests all the same: after so many returns a
@@ -283,7 +281,7 @@ class Dispatcher:
         # For one of them at least.
         candidates = self._candidates(frozenset.intersection(*(one.faults for one in progress)))
         full = any(one.refused for one in progress)
-        if full and not candidates:
+        if not candidates and (full or isinstance(reason, OverloadedError)):
             full, reason = False, None  # those that were full are gone
         if full:
             run.stranded_at, until = None, run.deadline
@@ -434,7 +432,7 @@ def _requests(share: list[EncodeItem]) -> Iterator[list[EncodeItem]]:
     nbytes = 0
     for item in share:
         size = len(item.data or b"")
-        if len(part) == _MOST_ITEMS or (part and nbytes + size > _MOST_BYTES):
+        if len(part) == _MOST_ITEMS or (part and nbytes + size > MOST_MB << 20):
             yield part
             part, nbytes = [], 0
         part.append(item)

@@ -40,7 +40,7 @@ from sglang_epd.encoder.registration import Registration
 from sglang_epd.encoder.service import EncoderService
 from sglang_epd.encoder.serving import CLOSE_S, DrainingServer, PromptHeads, SeldomMalformed, run
 from sglang_epd.encoder.tower import Tower
-from sglang_epd.encoder.towers import start_towers
+from sglang_epd.encoder.towers import start_towers, workers
 from sglang_epd.encoder.urls import UrlReader
 from sglang_epd.errors import ConfigError, ProtocolError
 from sglang_epd.machine import decode_mb, share_mb
@@ -55,6 +55,7 @@ from sglang_epd.transfer import engines
 from sglang_epd.transfer.sender import Sender
 from sglang_epd.transfer.writers import RemoteWriter
 from sglang_epd.trust import Trust
+from sglang_epd.wire.http import MOST_MB
 from sglang_epd.wire.urls import ENCODERS, HTTP, host_port, server_url
 
 if TYPE_CHECKING:
@@ -106,7 +107,7 @@ def launch(server_args: Any) -> None:
     store = _open_store(settings, metrics)
 
     async def serve() -> None:
-        memory_mb = settings.decode_mb or decode_mb()
+        memory_mb = settings.decode_mb or decode_mb(towers=workers())
         options = processing()
         towers, hf_config = await start_towers(
             server_args, limits, memory_mb, _batch(settings).patches
@@ -209,13 +210,14 @@ class _Front:
         """By the flags.
 
         Raises:
-            ConfigError: a setting is no network, or would have no effect, or no encode request
-                could have an item of the largest size.
+            ConfigError: a setting is no network, or would have no effect, or language servers'
+                encode requests would be refused for their size.
         """
-        if settings.max_body_mb <= settings.media_max_mb:
+        # A language server sends so many of several items, or one item.
+        if settings.max_body_mb <= max(settings.media_max_mb, MOST_MB):
             raise ConfigError(
-                f"SGLANG_EPD_MAX_BODY_MB={settings.max_body_mb} takes no item of "
-                f"SGLANG_EPD_MEDIA_MAX_MB={settings.media_max_mb:g}: it has to be larger"
+                f"SGLANG_EPD_MAX_BODY_MB={settings.max_body_mb} has to be over {MOST_MB}, and over "
+                f"SGLANG_EPD_MEDIA_MAX_MB={settings.media_max_mb:g}"
             )
         place = f"{serving.host}:{serving.port}"
         for network in settings.encoder_push_networks:

@@ -53,7 +53,7 @@ logger = logging.getLogger(__name__)
 _REQUEST_S = 180.0
 # SGLang's own, of SGLANG_ENCODER_SEND_TIMEOUT.
 _PUSH_S = 180.0
-_LOOK_S = 0.002
+_LOOK_S, _MOST_LOOK_S = 0.002, 0.05
 # For what has been handed to a socket, and not been written yet.
 _LINGER_MS = 5000
 _MAX_PLACES = 64
@@ -286,8 +286,10 @@ class SglangService:
             async with asyncio.timeout(_PUSH_S):
                 tracker = await push.send_multipart(frames, copy=False, track=True)
                 assert tracker is not None
-                while not tracker.done:  # noqa: ASYNC110  libzmq signals it to no loop
-                    await asyncio.sleep(_LOOK_S)
+                pause_s = _LOOK_S
+                while not tracker.done:  # libzmq signals it to no loop
+                    await asyncio.sleep(pause_s)
+                    pause_s = min(2 * pause_s, _MOST_LOOK_S)
         except TimeoutError:
             raise UnavailableError(f"no server takes embeddings at {place}") from None
         finally:

@@ -140,7 +140,7 @@ def starts_of(
         port = undrawn(lambda: PortArgs.init_new(server_args).nccl_port)
     rendezvous = NetworkAddress("127.0.0.1", port).to_tcp()
     ranks = get_parallel().tp_size
-    places = get_parallel().dp_size * ranks
+    places = workers()
     typed = _typed(server_args, ranks)
     made = []
     for rank in range(ranks):
@@ -164,6 +164,13 @@ def starts_of(
         }
         made.append(Rank(options, env))
     return made
+
+
+def workers() -> int:
+    """Processes of this server's towers."""
+    from sglang.srt.runtime_context import get_parallel
+
+    return get_parallel().dp_size * get_parallel().tp_size
 
 
 def undrawn(draw: Callable[[], int]) -> int:

@@ -29,6 +29,8 @@ arg_groups.overrides
     seams/server_args: declare_resolution(server_args source fields)
 arg_groups.pd_disaggregation_hook
     plugin: handle_encoder_disaggregation(server_args)
+beam_search.coordinator
+    seams/prefix: BeamCoordinator.retire_group(self req)
 disaggregation.common.conn
     seams/bootstrap: CommonKVBootstrapServer._setup_routes(self)
 disaggregation.encoder.grpc_server

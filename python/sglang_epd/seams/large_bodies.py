@@ -1,4 +1,5 @@
-"""Requests of many parts: validated up to their first fault, and laid out one at a time.
+"""Requests of many parts: validated up to their first fault; those of many media are laid out
+one at a time.
 
 SGLang tries a part of a chat message as each kind of part of each kind of message, and each attempt
 is an error with its input. So 4,096 empty parts, a body of 16 KB, stopped a server for 1.9 s and
@@ -29,14 +30,17 @@ from sglang_epd.wire.messages import MAX_ITEMS
 
 logger = logging.getLogger(__name__)
 
-# 128 media take a tokenizer process about 7 ms.
-MANY_PARTS = 128
+# So many take a tokenizer process about 7 ms.
+MANY_MEDIA = 128
 # As many media as a request may have, a text before each, and a conversation.
 MOST_PARTS = 2 * MAX_ITEMS + 1024
 LONGEST_WAIT_S = 10.0
 MOST_WAITING = 256
 # Lists whose elements are validated, laid out or planned one by one.
 _LISTS = ("messages", "image_data", "video_data", "audio_data")
+# Those with conversations.
+_TEXTS = ("messages", "input")
+_MEDIA = ("image", "video", "audio")
 _RESPONSES = "/responses"
 # Of a schema: what is no schema, and is not to be copied.
 _VALUES = frozenset({"default", "expected", "metadata", "serialization"})
@@ -48,8 +52,8 @@ async def read(original: Any, request: Any) -> Any:
     """Around `ORJSONRequest.json`.
 
     Raises:
-        fastapi.HTTPException: the body has more parts than any request needs, or too many
-            others wait for their turn.
+        fastapi.HTTPException: the body has more parts than any request needs, or it has many
+            media and too many others wait for their turn.
     """
     from sglang.srt.entrypoints.http_server import get_global_state
 
@@ -57,14 +61,14 @@ async def read(original: Any, request: Any) -> Any:
     seam = getattr(get_global_state().tokenizer_manager, "mm_receiver", None)
     if seam is None or _turn.get() is not None:
         return body
-    parts = count_parts(body, request.url.path)
-    if parts <= MANY_PARTS:
-        return body
+    parts, media = count_parts(body, request.url.path)
     if parts > MOST_PARTS:
         raise _refusal(
             HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
             f"a request has at most {MOST_PARTS} messages, parts and media",
         )
+    if media <= MANY_MEDIA:
+        return body
     # Parsed, it has ten times its size: it waits as bytes.
     del body, request._json
     await seam.turns.take(request)
@@ -127,27 +131,38 @@ class _Turn:
             self._loop.call_later(self._loop.time() - self._begin, self._lock.release)
 
 
-def count_parts(body: Any, path: str) -> int:
-    """Elements of the lists in a parsed body that SGLang takes one by one; counts to
-    MOST_PARTS and stops soon after.
+def count_parts(body: Any, path: str) -> tuple[int, int]:
+    """Elements of the lists in a parsed body that SGLang takes one by one, and how many of them are
+    media; counts to MOST_PARTS and stops soon after.
 
     Args:
         path: of the route; where it is not the Responses API's, `input` may be tokens, or texts.
     """
     if not isinstance(body, dict):
-        return 0
+        return 0, 0
     given = body.get("input")
     has_media = isinstance(given, list) and given and isinstance(given[0], dict)
     names = (*_LISTS, "input") if path.endswith(_RESPONSES) or has_media else _LISTS
-    parts, within = 0, [body.get(name) for name in names]
+    parts = media = 0
+    within = [(body.get(name), name in _TEXTS) for name in names]
     while within and parts <= MOST_PARTS:
-        value = within.pop()
+        value, texts = within.pop()
         if isinstance(value, list):
             parts += len(value)
-            within += value
+            media += sum(_is_medium(one) if texts else not isinstance(one, list) for one in value)
+            within += [(one, texts) for one in value]
         elif isinstance(value, dict):
-            within += value.values()
-    return parts
+            within += [(one, texts) for one in value.values()]
+    return parts, media
+
+
+def _is_medium(part: Any) -> bool:
+    """Whether an element of a conversation is one, by its type or a field; others are messages,
+    texts and calls, which colocated servers lay out beside others, however many."""
+    if not isinstance(part, dict):
+        return False
+    names = (*part, part.get("type"))
+    return any(word in name for name in names if isinstance(name, str) for word in _MEDIA)
 
 
 def _refusal(status: HTTPStatus, message: str) -> Exception:

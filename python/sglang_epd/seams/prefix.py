@@ -144,6 +144,7 @@ class SchedulerQueue:
 
     def discard(self, request: Any) -> None:
         scheduler = self._scheduler
+        scheduler.beam_coordinator.retire_group(request)
         scheduler._release_aborted_request(request)
         if getattr(request, "disagg_kv_sender", None) is not None:
             scheduler.release_aborted_prefill_waiting_req(request)
@@ -169,13 +170,16 @@ def add_one(original: Any, adder: Any, req: Any, *args: Any, **options: Any) -> 
         # As if it had been taken: the next one in the queue is looked at.
         return AddReqResult.CONTINUE
     result = original(adder, req, *args, **options)
+    if result is AddReqResult.NO_TOKEN and gate.locks:
+        gate.let_go()
+        if not (adder.can_run_list and adder.can_run_list[-1] is req):
+            # SGLang would look again only once a running request has ended.
+            result = original(adder, req, *args, **options)
     taken = adder.can_run_list and adder.can_run_list[-1] is req
     if taken:
         gate.taken(req)
-    if result is AddReqResult.NO_TOKEN:
-        gate.let_go()
-        if not taken and gate.gives_way(req):
-            return AddReqResult.CONTINUE
+    if result is AddReqResult.NO_TOKEN and not taken and gate.gives_way(req):
+        return AddReqResult.CONTINUE
     return result
 
 

@@ -8,10 +8,12 @@ Leans on the rank and width names of `runtime_context`'s parallel context, on th
 
 from __future__ import annotations
 
+import ipaddress
 import logging
 import multiprocessing
 import os
 import signal
+import socket
 from dataclasses import dataclass
 from typing import Any
 
@@ -152,7 +154,11 @@ def end_server() -> None:
 def _reachable_address(serving_host: str | None, encoder_urls: list[str]) -> str:
     """The address to listen on and to tell encoders.
 
-    The serving host if it is one; loopback only if every encoder is there too.
+    The serving host if it is one; loopback only if every encoder is there too. A host may have
+    its own name at a loopback address.
+
+    Raises:
+        ConfigError: the serving host has no address.
     """
     from sglang.srt.utils.network import get_local_ip_auto
 
@@ -162,5 +168,11 @@ def _reachable_address(serving_host: str | None, encoder_urls: list[str]) -> str
         if encoder_urls and all(any(f"//{name}" in url for name in local) for url in encoder_urls):
             return "127.0.0.1" if host == "localhost" else host
     elif host not in ("", "0.0.0.0", "::"):
-        return host
+        try:
+            # ZMQ listens at addresses only.
+            address = str(socket.getaddrinfo(host, None, proto=socket.IPPROTO_TCP)[0][4][0])
+        except (OSError, UnicodeError) as error:
+            raise ConfigError(f"--host {host}: {error}") from None
+        if not ipaddress.ip_address(address).is_loopback or address == host:
+            return address
     return get_local_ip_auto()

@@ -22,6 +22,7 @@ from enum import Enum
 
 import numpy as np
 
+from sglang_epd.transfer.extents import aligned
 from sglang_epd.wire.messages import Offer
 
 
@@ -78,6 +79,11 @@ class Block:
     @property
     def nbytes(self) -> int:
         return self.offer.nbytes
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """Where its memory begins and ends."""
+        return self.offset, self.offset + aligned(self.nbytes)
 
     @property
     def name(self) -> tuple[str, int, int]:

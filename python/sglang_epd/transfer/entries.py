@@ -7,7 +7,6 @@ from enum import Enum
 
 from sglang_epd.errors import EpdError
 from sglang_epd.transfer.blocks import Block
-from sglang_epd.transfer.extents import aligned
 from sglang_epd.wire import messages as wire
 
 
@@ -71,10 +70,12 @@ class Item:
     laid: tuple[bytes, wire.Layout] | None = None
     # Whether the tokenizer has been asked to have it encoded.
     asked: bool = False
+    # Whether an encoder that offered it again was told that another one is to send it.
+    spurned: bool = False
     # Whether a claim needs its embedding; False until that is decided.
     wanted: bool = True
-    # Its place in the lower half of the memory, if it has ever been there.
-    low: int | None = None
+    # Its place in the lower half of the memory, if it has ever been there: begin and end.
+    low: tuple[int, int] | None = None
 
     @property
     def here(self) -> bool:
@@ -112,8 +113,6 @@ class RequestEntry:
     patient_until: float = 0.0
     # Sent to its tokenizer with its end, by its first claim that had its items.
     over: wire.Needed | None = None
-    # Where these places of its items end.
-    low_end: int = 0
 
     def go(self, plan: Plan, patient_until: float = 0.0) -> None:
         if plan not in PLANS[self.plan]:
@@ -127,14 +126,15 @@ class RequestEntry:
 
     @property
     def open_items(self) -> int:
-        """Items without granted memory; a cached one may come to need a grant, too."""
-        return sum(item.block is None for item in self.items)
+        """Items without granted memory; a cached one may come to need a grant, too. Not those that
+        the prefix cache has, unless another sample may need them."""
+        every = self.plan is not Plan.DECIDED or self.consumers > 1
+        return sum(item.block is None and (every or item.wanted) for item in self.items)
 
     @property
     def places(self) -> list[tuple[int, int]]:
         """Where its memory begins and ends."""
-        blocks = [item.block for item in self.items if item.block is not None]
-        return [(block.offset, block.offset + aligned(block.nbytes)) for block in blocks]
+        return [item.block.place for item in self.items if item.block is not None]
 
     def begins_below(self, offset: int) -> bool:
         return any(begin < offset for begin, _ in self.places)

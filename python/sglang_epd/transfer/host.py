@@ -40,8 +40,10 @@ def lives(process: str) -> bool:
     try:
         _, pid, started = process.rsplit("/", 2)
         return _started(int(pid)) == int(started)
-    except (OSError, ValueError):
+    except (FileNotFoundError, ProcessLookupError, ValueError):
         return False
+    except OSError:
+        return True  # it cannot be seen now, for want of descriptors, say: it may be writing
 
 
 def _started(pid: int) -> int:

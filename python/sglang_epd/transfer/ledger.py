@@ -203,10 +203,7 @@ class Ledger:
         """
         entry = self._entries.get(message.ticket)
         if entry is not None and peer is not None and 0 <= message.item < len(entry.items):
-            item = entry.items[message.item]
-            if item.block is not None and item.state is _S.GRANTED and item.block.peer == peer:
-                self._revoke(item, now)
-                item.move(_S.PLANNED)
+            self._take_back(entry.items[message.item], peer, now)
         reason = self._refusal(entry, message)
         if reason is not None:
             if entry is not None:
@@ -214,6 +211,8 @@ class Ledger:
                 if reason == wire.DECLINE_COVERED:
                     # Another sample of the request may need it yet.
                     entry.items[message.item].asked = False
+                elif reason == wire.DECLINE_DUPLICATE:
+                    entry.items[message.item].spurned = True
             return wire.Decline(message.ticket, message.item, reason)
         assert entry is not None
         item = entry.items[message.item]
@@ -312,11 +311,19 @@ class Ledger:
             self.reservations.settle_late(message.grant, message.ticket)
             return False
         assert item.block is not None
-        item.move(_S.PLANNED)
         self.reservations.give_up(item.block)
         item.block = None
         self._stirred.add((message.ticket, message.item))
+        self._plan_again(message.ticket, item)
         return True
+
+    def _plan_again(self, ticket: str, item: Item) -> None:
+        """An item's grant is over without its payload. Its encoder says so to its dispatcher; one
+        that was declined for it has said that all is well."""
+        item.move(_S.PLANNED)
+        if item.spurned:
+            item.spurned = item.asked = False
+            self._tell_needed(ticket, self._entries[ticket])
 
     def fail(self, ticket: str, error: EpdError, now: float) -> None:
         """End the request with `error`; later claims get the same error."""
@@ -402,7 +409,7 @@ class Ledger:
                 if item.state is _S.GRANTED and item.block and now >= item.block.until:
                     self._tally.add("expired_grants")
                     self._revoke(item, now)
-                    item.move(_S.PLANNED)
+                    self._plan_again(ticket, item)
 
     def take_messages(self) -> list[tuple[bytes, wire.Message]]:
         """Messages to connections of the control channel, each returned once."""
@@ -489,17 +496,44 @@ class Ledger:
         others = (other for other in self._entries.values() if other.open_items)
         if entry is not next((other for other in others if other.begins_below(half)), entry):
             return None
-        item, nbytes = entry.items[message.item], aligned(message.nbytes)
-        begin = entry.low_end if item.low is None else item.low
-        block = self.reservations.grant(message, within=(begin, begin + nbytes))
-        if block is not None and item.low is None:
-            item.low, entry.low_end = begin, begin + nbytes
+        item = entry.items[message.item]
+        place = self._low_place(entry, item, aligned(message.nbytes))
+        block = self.reservations.grant(message, within=place)
+        if block is not None:
+            item.low = place
         return block
+
+    def _low_place(self, entry: RequestEntry, item: Item, nbytes: int) -> tuple[int, int]:
+        """An item's place in the lower half: the one that it had, or the first that is neither
+        another item's of its request, nor memory that a frozen encoder may write to. What else is
+        there ends by itself."""
+        taken = entry.places + [
+            other.low
+            for other in entry.items
+            if other.low is not None and other is not item and other.block is None
+        ]
+        taken += [block.place for block in self.reservations.quarantined]
+        if item.low is not None and item.low[1] - item.low[0] == nbytes:
+            begin, end = item.low
+            if not any(one < end and begin < other for one, other in taken):
+                return item.low
+        begin = 0
+        for one, other in sorted(taken):
+            if begin + nbytes <= one:
+                break
+            begin = max(begin, other)
+        return begin, begin + nbytes
 
     def _has_turn(self, entry: RequestEntry) -> bool:
         """Whether it may take memory before those that wait for some."""
         oldest = next((other for other in self._entries.values() if other.waiting), entry)
         return entry.age <= oldest.age or bool(entry.places)
+
+    def _take_back(self, item: Item, peer: bytes, now: float) -> None:
+        """An item's grant, if that encoder has it."""
+        if item.block is not None and item.state is _S.GRANTED and item.block.peer == peer:
+            self._revoke(item, now)
+            item.move(_S.PLANNED)
 
     def _stop_waiting(self, entry: RequestEntry, number: int) -> None:
         if number in entry.waiting:

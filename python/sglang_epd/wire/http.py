@@ -23,6 +23,8 @@ from sglang_epd.modality import MODALITIES
 from sglang_epd.wire.envelope import open_envelope, seal
 from sglang_epd.wire.messages import KEY_BYTES, MALFORMED, MAX_ITEMS, Layout
 
+# MiB of inline media in an encode request, but for one item: an encoder takes them at least.
+MOST_MB = 64
 CONTENT_TYPE = "application/vnd.sglang-epd+msgpack"
 _MAX_ID_CHARS = 256
 # Prompts are allocated by these numbers; no model's context comes near them.

@@ -44,6 +44,8 @@ MAX_ITEMS = 4096
 # A grid has an entry or a few, of one to three extents.
 _MAX_GRID_ENTRIES = 4096
 _MAX_GRID_EXTENTS = 3
+# An item's metadata is lists of numbers, by name.
+_MAX_EXTRA_DEPTH = 32
 KEY_BYTES = 32
 
 # Errors of msgspec for a peer's bytes: its own, and for
@@ -61,6 +63,13 @@ DECLINE_TOO_LARGE = "too_large"  # larger than this receiver may ever hold
 # Errors of an Ack, both of which leave the item open.
 ACK_NOT_GRANTED = "not_granted"  # the grant expired, was replaced, or never was
 ACK_MALFORMED = "malformed"  # not the bytes that were granted
+
+
+def _is_shallow(value: Any, depth: int) -> bool:
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return depth > 0 and all(
+        _is_shallow(one, depth - 1) for one in inner if isinstance(one, dict | list)
+    )
 
 
 class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
@@ -94,6 +103,11 @@ class Layout(msgspec.Struct, frozen=True):
         msgspec.Meta(max_length=_MAX_GRID_ENTRIES),
     ]
     extra: dict[str, Any] = {}
+
+    def __post_init__(self) -> None:
+        # Messages of more depth carry it, to readers with less of a stack.
+        if self.extra and not _is_shallow(self.extra, _MAX_EXTRA_DEPTH):
+            raise ValueError("extra metadata is nested too deeply")
 
     @property
     def tokens(self) -> int:

@@ -19,7 +19,7 @@ from encoder.towers import key_of
 from sglang_epd.cache import EmbeddingCache
 from sglang_epd.encoder.breakage import Breakage
 from sglang_epd.encoder.model.copyout import CopyOut
-from sglang_epd.encoder.model.engine import Engine
+from sglang_epd.encoder.model.engine import Engine, moved, widen
 from sglang_epd.encoder.model.features import mark
 from sglang_epd.encoder.pipeline.computations import Computations
 from sglang_epd.encoder.pipeline.scheduling import BatchBounds
@@ -127,3 +127,20 @@ async def test_a_batch_without_memory_gives_the_cache_back_and_is_run_in_halves(
     assert engine.alive
     for pool in engine.pools:
         pool.shutdown()
+
+
+def test_features_are_moved_though_a_family_has_a_list_of_them():
+    feature = [torch.zeros(2), [torch.zeros(3), None]]
+    first, (second, nothing) = moved(feature, "meta")
+    assert (first.device.type, second.device.type, nothing) == ("meta", "meta", None)
+
+
+def test_items_that_wait_for_memory_leave_a_processor_threads_for_others():
+    """SGLang's pools have four, or as many as prepare."""
+    pool = ThreadPoolExecutor(1)
+    processor = SimpleNamespace(io_executor=pool)
+    widen(processor, 3)
+    assert processor.io_executor is not pool
+    assert not hasattr(processor, "preproc_executor")
+    together = threading.Barrier(3)
+    list(processor.io_executor.map(lambda _: together.wait(10), range(3)))

@@ -1,8 +1,11 @@
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 
+from sglang_epd.encoder.workers import channel
 from sglang_epd.encoder.workers.channel import read_tensor, write_tensor
 from sglang_epd.errors import ProtocolError
 from sglang_epd.wire.messages import TensorSpec
@@ -20,4 +23,14 @@ def test_tensors_cross_by_value(dtype, rows):
     tensor = torch.randn(rows, 96).to(dtype)
     name = str(dtype).removeprefix("torch.")
     read = read_tensor(write_tensor(tensor), TensorSpec(name, (rows, 96)))
+    assert torch.equal(read, tensor)
+
+
+def test_a_tensor_is_read_where_no_mapping_is_left(monkeypatch):
+    tensor = torch.randn(5000, 96)
+    closed = write_tensor(tensor)
+    os.close(closed)
+    assert channel._mapped(closed, tensor.nbytes) is None
+    monkeypatch.setattr(channel, "_mapped", lambda _fd, _nbytes: None)
+    read = read_tensor(write_tensor(tensor), TensorSpec("float32", (5000, 96)))
     assert torch.equal(read, tensor)

@@ -89,7 +89,9 @@ def _server(pid: int) -> int:
     return found
 
 
-def rdma(root: Path = Path("/sys/class/infiniband")) -> Iterator[Finding]:
+def rdma(
+    root: Path = Path("/sys/class/infiniband"), devices: Path = Path("/dev/infiniband")
+) -> Iterator[Finding]:
     """Cards that Mooncake may write through."""
     ports = sorted(root.glob("*/ports/*/state")) if root.is_dir() else []
     if not ports:
@@ -102,6 +104,15 @@ def rdma(root: Path = Path("/sys/class/infiniband")) -> Iterator[Finding]:
         yield warn("RDMA", f"no port is active: {told}", "look at `ibv_devinfo` and the link")
         return
     yield ok("RDMA", f"active: {', '.join(active)}")
+    if "MC_FORCE_TCP" in os.environ:
+        yield warn("RDMA", "MC_FORCE_TCP is set, so Mooncake uses TCP", "unset it")
+    # A container sees the cards of its host, and not their devices.
+    if not any(os.access(one, os.R_OK | os.W_OK) for one in devices.glob("uverbs*")):
+        yield warn(
+            "RDMA",
+            f"no {devices}/uverbs* that may be opened, so Mooncake uses TCP",
+            "give the container the devices (--device /dev/infiniband)",
+        )
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if soft != resource.RLIM_INFINITY:
         yield warn(

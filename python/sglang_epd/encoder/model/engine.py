@@ -167,6 +167,7 @@ class Engine:
         self._preparer: Preparer | AdaptedPreparer
         self._patches: Patches | None = None
         if family is None:
+            widen(self._encoder.preprocessor, self._threads + _WAITING)
             self._preparer = Preparer(self._encoder, self.dtype, limits, self._device)
             self._patches = self._preparer.patches
         else:
@@ -371,7 +372,10 @@ class Engine:
                 "get_image_feature, which would run its tower alone"
             )
         config = self._encoder.model_config
-        adapter = adapt(load_processor(self._encoder.server_args, config), architecture, family)
+        processor = load_processor(self._encoder.server_args, config)
+        for one in (processor, getattr(processor, "inner", None)):
+            widen(one, self._threads + _WAITING)
+        adapter = adapt(processor, architecture, family)
         towers = [IMAGE]
         if hasattr(self._target, "get_video_feature") and videos_can_be_read():
             towers.append(VIDEO)
@@ -392,7 +396,7 @@ class Engine:
             items = self._patches.finish(items)
         if self._moves_features:
             for item in items:
-                item.feature = item.feature.to(self._encoder.device)
+                item.feature = moved(item.feature, self._encoder.device)
         with torch.inference_mode():
             try:
                 made = encode(items)
@@ -414,6 +418,21 @@ class Engine:
             )
         self._count_steps(len(batch))
         return together
+
+
+def moved(feature: Any, device: str) -> Any:
+    """A feature there: a tensor, or a list of tensors as some families have."""
+    if isinstance(feature, list):
+        return [moved(one, device) for one in feature]
+    return feature.to(device) if isinstance(feature, torch.Tensor) else feature
+
+
+def widen(processor: Any, threads: int) -> None:
+    """Give a processor of SGLang's pools of so many threads, for each that it has: an item that
+    waits for memory to be decoded in keeps one of them."""
+    for name in ("io_executor", "preproc_executor"):
+        if hasattr(processor, name):
+            setattr(processor, name, ThreadPoolExecutor(threads, f"epd-{name}"))
 
 
 def _into(place: torch.Tensor, run: Callable[[], torch.Tensor]) -> None:

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 # Longer embeddings are mapped where they are, shorter ones copied: a process may have
 # 65530 mappings, and an embedding may be kept for long.
-_MAPPED_BYTES = 256 << 10
+_MAPPED_BYTES = 1 << 20
 
 
 class Start(msgspec.Struct, frozen=True, tag="start"):
@@ -159,15 +159,22 @@ def read_tensor(fd: int, spec: TensorSpec) -> torch.Tensor:
         nbytes = os.fstat(fd).st_size
         if nbytes != spec_bytes(spec):
             raise ProtocolError(f"a file of {nbytes} bytes for {spec}")
-        if nbytes >= _MAPPED_BYTES:
-            # Not by `mmap`, which keeps a descriptor for as long as the mapping lives.
-            raw = torch.from_file(
-                f"/proc/self/fd/{fd}", shared=True, size=nbytes, dtype=torch.uint8
-            )
-        else:
+        raw = _mapped(fd, nbytes) if nbytes >= _MAPPED_BYTES else None
+        if raw is None:
             raw = torch.empty(nbytes, dtype=torch.uint8)
-            if nbytes:
-                os.preadv(fd, [raw.numpy().data], 0)
+            if nbytes and os.preadv(fd, [raw.numpy().data], 0) != nbytes:
+                raise ProtocolError(f"a file of {nbytes} bytes was not read in one piece")
         return view_tensor(raw.numpy(), spec)
     finally:
         os.close(fd)
+
+
+def _mapped(fd: int, nbytes: int) -> torch.Tensor | None:
+    """A file's bytes where they are; None where this process has no mapping left."""
+    import torch
+
+    try:
+        # Not by `mmap`, which keeps a descriptor for as long as the mapping lives.
+        return torch.from_file(f"/proc/self/fd/{fd}", shared=True, size=nbytes, dtype=torch.uint8)
+    except RuntimeError:
+        return None

@@ -26,7 +26,8 @@ from claims import RESULTS, named, rows  # noqa: E402
 COMMANDS = {
     "chaos": "chaos.py --minutes 1",
     "conversations": "conversations.py --rounds 1 --at-once 1",
-    "compare": "compare.py --arms colocated in-tree-1e1p epd-1e1p --workloads repeats --rounds 1",
+    "repeats": "compare.py --arms colocated in-tree-1e1p in-tree-1e1p-unbatched epd-1e1p "
+    "--workloads repeats --rounds 1",
     "serving": "serving.py --rounds 1",
 }
 

@@ -108,7 +108,7 @@ class Settings(Struct, frozen=True, kw_only=True):
         decode_mb [encoders; language with `--enable-adaptive-dispatch-to-encoder`]: MiB that media
             are decoded and preprocessed in. Items wait for their share; one that takes more is
             answered with 413. The workers of `--dp-size` and `--tp-size` share them. Unless given,
-            an eighth of the memory that the server may use, from 4096 to 32768.
+            an eighth of the memory that the server may use, from 4096 to 32768 for each worker.
         encoder_batch_patches [encoders]: Patches in one forward pass. A single item may have more;
             a longer video of Qwen2-VL or Qwen3-VL takes several passes. 16384, or 2048 on a CPU,
             unless given.

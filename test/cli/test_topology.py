@@ -48,6 +48,8 @@ def test_several_language_servers_stand_behind_the_router():
     made = laid_out(language=2)
     router = made.servers[-1]
     assert router.ready_path == "/readiness"
+    assert "--disable-circuit-breaker" in router.command
+    assert option(router.command, "--retry-max-retries") == "2"
     for name in ("language-0", "language-1"):
         (server,) = [server for server in made.servers if server.name == name]
         assert server.url in router.command

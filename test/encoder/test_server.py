@@ -31,6 +31,8 @@ from sglang_epd.encoder.server import (
     tls_options,
 )
 from sglang_epd.errors import ConfigError
+from sglang_epd.media import MediaLimits
+from sglang_epd.media.limits import NO_LIMIT
 from sglang_epd.trust import Trust
 
 
@@ -59,10 +61,11 @@ def test_a_cache_size_that_is_no_number_is_refused(monkeypatch):
 
 def test_an_encode_request_has_room_for_the_largest_item():
     serving = SimpleNamespace(host="h", port=1, grpc_mode=False, smg_grpc_mode=False)
-    assert _Front.of(Settings(max_body_mb=65, media_max_mb=64), Trust(), serving)
-    for body, media in ((64, 10), (80, 80)):
+    for body, largest in ((65, 64 << 20), (65, NO_LIMIT), (81, 80 << 20)):
+        _Front.of(Settings(max_body_mb=body), MediaLimits(max_bytes=largest), Trust(), serving)
+    for body, largest in ((64, 10 << 20), (80, 80 << 20)):
         with pytest.raises(ConfigError, match=f"SGLANG_EPD_MAX_BODY_MB={body} has to be over 64"):
-            _Front.of(Settings(max_body_mb=body, media_max_mb=media), Trust(), serving)
+            _Front.of(Settings(max_body_mb=body), MediaLimits(max_bytes=largest), Trust(), serving)
 
 
 @pytest.mark.parametrize(
@@ -114,11 +117,11 @@ def test_the_port_speaks_grpc_by_sglangs_flag_and_http_has_one_of_its_own(
 ):
     serving = SimpleNamespace(host="h", port=1, grpc_mode=grpc_mode, smg_grpc_mode=False)
     settings = Settings(encoder_http_port=http_port)
-    found = _Front.of(settings, Trust(certfile="a"), serving)
+    found = _Front.of(settings, MediaLimits(), Trust(certfile="a"), serving)
     assert (found.scheme, found.name, found.http_port) == front
     assert (found.sockets == []) == (found.http_port is None)
     serving.smg_grpc_mode, serving.grpc_mode = grpc_mode, False
-    assert _Front.of(settings, Trust(certfile="a"), serving) == found
+    assert _Front.of(settings, MediaLimits(), Trust(certfile="a"), serving) == found
 
 
 @pytest.mark.parametrize(
@@ -132,7 +135,7 @@ def test_the_port_speaks_grpc_by_sglangs_flag_and_http_has_one_of_its_own(
 def test_what_grpc_cannot_be_given_is_refused_by_name(grpc_mode, settings, said):
     serving = SimpleNamespace(host="h", port=1, grpc_mode=grpc_mode, smg_grpc_mode=False)
     with pytest.raises(ConfigError, match=f"^SGLANG_EPD_ENCODER{said}"):
-        _Front.of(Settings(**settings), Trust(), serving)
+        _Front.of(Settings(**settings), MediaLimits(), Trust(), serving)
 
 
 @pytest.mark.parametrize("url", ["language:8997", "http://user:pw@language:8997", "http://l/x"])

@@ -219,6 +219,7 @@ def test_told_twice_it_does_not_wait(server, work, number, status):
 def test_it_ends_although_something_hangs(monkeypatch, cause):
     monkeypatch.setattr(serving, "DRAIN_S", 0.1)
     monkeypatch.setattr(serving, "CLOSE_S", 0.1)
+    monkeypatch.setattr(serving, "END_S", 0.5)
     server = Server(hangs=True)  # has the bounds of this process, whose fork it is
     try:
         if cause == "broken":

@@ -210,6 +210,7 @@ async def test_a_server_without_our_receiver_takes_all_at_once(post, serving, sg
         ({"input": [{"content": [1, 2]}]}, "/v1/responses", (3, 0)),
         ([1, 2, 3], "/v1/rerank", (0, 0)),
         ({"messages": {"messages": None}}, "/v1/chat", (0, 0)),
+        ({"messages": [{"role": "assistant", "content": "x", "audio": None}]}, "/v1/chat", (1, 0)),
     ],
 )
 def test_what_counts_as_a_part_and_as_a_medium(body, path, counts):
@@ -220,6 +221,13 @@ def test_counting_stops_when_there_are_too_many():
     huge = [[[1] * 1000] * 1000] * 1000
     parts, _ = count_parts({"messages": huge}, "/v1/chat/completions")
     assert MOST_PARTS < parts < 2 * MOST_PARTS
+
+
+def test_of_a_list_that_is_too_long_no_element_is_looked_at(monkeypatch):
+    looked_at: list[Any] = []
+    monkeypatch.setattr(large_bodies, "_is_medium", looked_at.append)
+    parts, _ = count_parts({"messages": [{}] * 100_000}, "/v1/chat/completions")
+    assert (parts, looked_at) == (100_000, [])
 
 
 def test_no_spelling_of_a_key_hides_parts():

@@ -955,6 +955,17 @@ def test_what_the_prefix_cache_has_is_not_waited_for(books, consumers, granted):
     assert isinstance(answer, Block) == granted
 
 
+def test_what_a_sample_that_has_yet_to_ask_may_need_is_waited_for(books):
+    """The first one, whose items are here, did not need it."""
+    expect = books.expect("t", letters="ab", laid=True, consumers=2)
+    books.claim(expect, covered=(0,))
+    books.deliver("t", 1, letter="b")
+    assert books.settled()
+    assert books.ledger._entries["t"].open_items == 1
+    books.claim(expect, "second", covered=(0,))
+    assert books.settled()
+
+
 @pytest.mark.parametrize("ends", ["withdraws", "says nothing more"])
 def test_an_item_that_its_last_encoder_was_declined_for_is_sent_for_again(books, ends):
     """One that was taken for dead came back and took the item from the one that had it."""

@@ -18,6 +18,9 @@ Role = Literal["encoder", "language", "prefill", "decode", "router"]
 
 LOOPBACK = "127.0.0.1"
 # Flags that `up` decides itself; the same flag in a user's own would contradict it.
+# Of SGLang's router: a request whose media no encoder takes says nothing of the server that answers
+# so, and has had its deadline there.
+_PATIENT = ("--disable-circuit-breaker", "--retry-max-retries", "2")
 _OURS = {
     "--model",
     "--model-path",
@@ -185,10 +188,7 @@ def plan(shape: Shape, free_port: Callable[[], int], place: Callable[[int], Plac
     api_url = _url(shape.host, api_port)
     if behind_router:
         # Its own metrics would else be on one port for all routers of a machine.
-        targets += [] if apart else ["--prometheus-port", str(free_port())]
-        # A request whose media no encoder takes says nothing of the server that answers so, and
-        # has had its deadline there.
-        targets += ["--disable-circuit-breaker", "--retry-max-retries", "2"]
+        targets += [] if apart else ["--prometheus-port", str(free_port()), *_PATIENT]
         command = ("-m", "sglang_router.launch_router", *targets)
         command += ("--host", shape.host, "--port", str(api_port), *shape.words("router"))
         # SGLang's router asks its servers about themselves as it starts.

@@ -58,7 +58,7 @@ _MOST_ASKER_CHARS = 128
 _MOST_ITEMS = 64
 _AHEAD = 2 * _MOST_ITEMS
 # Items that are described and assigned in one turn of the event loop.
-_AT_ONCE = 256
+_AT_ONCE = 1024
 # An encoder that probes find well may fail its requests all the same: after so many returns a
 # pause is not cut short by what is heard of it.
 _HASTY_RETURNS = 3

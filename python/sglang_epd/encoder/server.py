@@ -45,6 +45,7 @@ from sglang_epd.encoder.urls import UrlReader
 from sglang_epd.errors import ConfigError, ProtocolError
 from sglang_epd.machine import decode_mb, share_mb
 from sglang_epd.media import FetchingProcess, MediaLimits
+from sglang_epd.media.limits import NO_LIMIT
 from sglang_epd.namespace import namespace
 from sglang_epd.observability.emulation import EmulationMetrics
 from sglang_epd.observability.encoder import EncoderMetrics, StoreMetrics
@@ -97,7 +98,7 @@ def launch(server_args: Any) -> None:
     # Before the towers, which take long: unusable settings are reported now.
     trust.server_ssl()
     tls = trust.client_ssl()
-    front = _Front.of(settings, trust, serving)
+    front = _Front.of(settings, limits, trust, serving)
     own_url = advertised_url(settings.encoder_advertise_url, front.scheme)
     registries = [
         checked_url("--encoder-register-urls", url) for url in get_disagg().encoder_register_urls
@@ -206,7 +207,7 @@ class _Front:
     http_port: int | None
 
     @classmethod
-    def of(cls, settings: Settings, trust: Trust, serving: Any) -> _Front:
+    def of(cls, settings: Settings, limits: MediaLimits, trust: Trust, serving: Any) -> _Front:
         """By the flags.
 
         Raises:
@@ -214,10 +215,12 @@ class _Front:
                 encode requests would be refused for their size.
         """
         # A language server sends so many of several items, or one item.
-        if settings.max_body_mb <= max(settings.media_max_mb, MOST_MB):
+        largest_mb = 0 if limits.max_bytes == NO_LIMIT else limits.max_bytes / 2**20
+        if settings.max_body_mb <= max(largest_mb, MOST_MB):
             raise ConfigError(
                 f"SGLANG_EPD_MAX_BODY_MB={settings.max_body_mb} has to be over {MOST_MB}, and over "
-                f"SGLANG_EPD_MEDIA_MAX_MB={settings.media_max_mb:g}"
+                f"the largest item ({largest_mb:g}, by SGLANG_EPD_MEDIA_MAX_MB or "
+                "--media-url-max-file-size-mb)"
             )
         place = f"{serving.host}:{serving.port}"
         for network in settings.encoder_push_networks:

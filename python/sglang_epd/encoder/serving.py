@@ -31,6 +31,8 @@ logger = logging.getLogger(__name__)
 # Together less than the 30 s that Kubernetes gives a process to stop.
 DRAIN_S = 24
 CLOSE_S = 3
+# What has not ended by then hangs, in a pass on a device, say: more than all that an end waits for.
+END_S = DRAIN_S + 8 * CLOSE_S
 _HEAD_S = 20.0
 _MALFORMED = "Invalid HTTP request received."
 _LINE_EVERY_S = 60.0
@@ -40,9 +42,9 @@ class DrainingServer(uvicorn.Server):
     """Stops on a signal: refuses new requests, finishes accepted ones, and ends.
 
     Meanwhile it answers /health with 503, so that load balancers look elsewhere.
-    After a second signal it waits no longer, and in no case for what never ends. With a broken
-    tower it stops as on a signal, with accepted items going elsewhere, and the process ends with
-    status 1: its supervisor starts a new one.
+    After a second signal it waits no longer; told by SIGTERM, it ends in `END_S` whatever hangs.
+    With a broken tower it stops as on a signal, with accepted items going elsewhere, and the
+    process ends with status 1: its supervisor starts a new one.
 
     Args:
         registration: begins when the server listens, and ends with the signal.
@@ -57,6 +59,7 @@ class DrainingServer(uvicorn.Server):
         self._broken = service.computations.broken
         self._loop = asyncio.get_running_loop()
         self._draining: asyncio.Task[None] | None = None
+        self._limit: asyncio.TimerHandle | None = None
         self._told = False
 
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
@@ -66,6 +69,8 @@ class DrainingServer(uvicorn.Server):
         finally:
             ending.cancel()
             await self._registration.leave()
+            if self._limit is not None:
+                self._limit.cancel()
         if self._broken.is_set():
             _end(1)
 
@@ -83,8 +88,7 @@ class DrainingServer(uvicorn.Server):
 
         def begin() -> None:
             self._draining = asyncio.create_task(self._drain(sig, frame))
-            # Later something hangs: a pass that does not end, on a device or in a library.
-            self._loop.call_later(DRAIN_S + 4 * CLOSE_S, _give_up)
+            self._limit = self._loop.call_later(END_S, _give_up)
 
         self._loop.call_soon_threadsafe(begin)
 

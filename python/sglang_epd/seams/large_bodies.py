@@ -149,6 +149,8 @@ def count_parts(body: Any, path: str) -> tuple[int, int]:
         value, texts = within.pop()
         if isinstance(value, list):
             parts += len(value)
+            if parts > MOST_PARTS:
+                break
             media += sum(_is_medium(one) if texts else not isinstance(one, list) for one in value)
             within += [(one, texts) for one in value]
         elif isinstance(value, dict):
@@ -161,8 +163,11 @@ def _is_medium(part: Any) -> bool:
     texts and calls, which colocated servers lay out beside others, however many."""
     if not isinstance(part, dict):
         return False
-    names = (*part, part.get("type"))
-    return any(word in name for name in names if isinstance(name, str) for word in _MEDIA)
+    # A field without a value says nothing: SDKs write all that they know.
+    names = [name for name, value in part.items() if value is not None]
+    kind = part.get("type")
+    names += [kind] if isinstance(kind, str) else []
+    return any(word in name for name in names for word in _MEDIA)
 
 
 def _refusal(status: HTTPStatus, message: str) -> Exception:

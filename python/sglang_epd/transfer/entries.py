@@ -70,8 +70,8 @@ class Item:
     laid: tuple[bytes, wire.Layout] | None = None
     # Whether the tokenizer has been asked to have it encoded.
     asked: bool = False
-    # Whether an encoder that offered it again was told that another one is to send it.
-    spurned: bool = False
+    # The grant by which another one is to send it, as an encoder that offered it again was told.
+    spurned_for: int = 0
     # Whether a claim needs its embedding; False until that is decided.
     wanted: bool = True
     # Its place in the lower half of the memory, if it has ever been there: begin and end.
@@ -127,8 +127,8 @@ class RequestEntry:
     @property
     def open_items(self) -> int:
         """Items without granted memory; a cached one may come to need a grant, too. Not those that
-        the prefix cache has, unless another sample may need them."""
-        every = self.plan is not Plan.DECIDED or self.consumers > 1
+        the prefix cache has, unless a sample that has yet to claim may need them."""
+        every = self.plan is not Plan.DECIDED or self.consumers > len(self.claims)
         return sum(item.block is None and (every or item.wanted) for item in self.items)
 
     @property

@@ -212,7 +212,8 @@ class Ledger:
                     # Another sample of the request may need it yet.
                     entry.items[message.item].asked = False
                 elif reason == wire.DECLINE_DUPLICATE:
-                    entry.items[message.item].spurned = True
+                    item = entry.items[message.item]
+                    item.spurned_for = item.block.grant if item.block is not None else 0
             return wire.Decline(message.ticket, message.item, reason)
         assert entry is not None
         item = entry.items[message.item]
@@ -314,15 +315,15 @@ class Ledger:
         self.reservations.give_up(item.block)
         item.block = None
         self._stirred.add((message.ticket, message.item))
-        self._plan_again(message.ticket, item)
+        self._plan_again(message.ticket, item, message.grant)
         return True
 
-    def _plan_again(self, ticket: str, item: Item) -> None:
+    def _plan_again(self, ticket: str, item: Item, grant: int) -> None:
         """An item's grant is over without its payload. Its encoder says so to its dispatcher; one
         that was declined for it has said that all is well."""
         item.move(_S.PLANNED)
-        if item.spurned:
-            item.spurned = item.asked = False
+        if item.spurned_for == grant:
+            item.asked = False
             self._tell_needed(ticket, self._entries[ticket])
 
     def fail(self, ticket: str, error: EpdError, now: float) -> None:
@@ -408,8 +409,9 @@ class Ledger:
             for item in entry.items:
                 if item.state is _S.GRANTED and item.block and now >= item.block.until:
                     self._tally.add("expired_grants")
+                    grant = item.block.grant
                     self._revoke(item, now)
-                    self._plan_again(ticket, item)
+                    self._plan_again(ticket, item, grant)
 
     def take_messages(self) -> list[tuple[bytes, wire.Message]]:
         """Messages to connections of the control channel, each returned once."""

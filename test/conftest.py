@@ -2,6 +2,7 @@
 
 import ctypes
 import gc
+import signal
 import sys
 from pathlib import Path
 
@@ -26,6 +27,13 @@ _IMPORTING |= {"test_commands", "test_names", "test_up"}
 
 def _imports_sglang(path: Path) -> bool:
     return not _IMPORTING.isdisjoint({path.parent.name, path.stem})
+
+
+def pytest_configure() -> None:
+    """A shell that runs the suite in the background has it ignore Ctrl-C, which tests send to
+    servers of theirs."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -80,21 +80,6 @@ def test_locks_go_when_the_prefill_has_them_or_somebody_needs_the_memory(
     assert (("let_go",) in gate.told) == (result == "NO_TOKEN")
 
 
-def test_a_request_that_only_the_locks_are_in_the_way_of_runs_at_once(sglang, gate):
-    """SGLang would look at its queue again when a running request has ended."""
-    results = sglang("managers.schedule_policy").AddReqResult
-    one, adder = request(), SimpleNamespace(can_run_list=[])
-
-    def original(adder: Any, req: Any) -> Any:
-        if gate.locks:
-            return results.NO_TOKEN
-        adder.can_run_list.append(req)
-        return results.CONTINUE
-
-    assert prefix.add_one(original, adder, one) is results.CONTINUE
-    assert gate.told[1:] == [("let_go",), ("taken", "r")]
-
-
 @pytest.mark.parametrize(("added", "passed"), [(True, "NO_TOKEN"), (False, "CONTINUE")])
 def test_those_behind_a_part_that_there_is_no_memory_for_are_looked_at(sglang, gate, added, passed):
     """Unless it is the part that has taken the last of it."""

@@ -170,16 +170,13 @@ def add_one(original: Any, adder: Any, req: Any, *args: Any, **options: Any) -> 
         # As if it had been taken: the next one in the queue is looked at.
         return AddReqResult.CONTINUE
     result = original(adder, req, *args, **options)
-    if result is AddReqResult.NO_TOKEN and gate.locks:
-        gate.let_go()
-        if not (adder.can_run_list and adder.can_run_list[-1] is req):
-            # SGLang would look again only once a running request has ended.
-            result = original(adder, req, *args, **options)
     taken = adder.can_run_list and adder.can_run_list[-1] is req
     if taken:
         gate.taken(req)
-    if result is AddReqResult.NO_TOKEN and not taken and gate.gives_way(req):
-        return AddReqResult.CONTINUE
+    if result is AddReqResult.NO_TOKEN:
+        gate.let_go()
+        if not taken and gate.gives_way(req):
+            return AddReqResult.CONTINUE
     return result
 
 

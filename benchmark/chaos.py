@@ -294,7 +294,7 @@ class Chaos:
     async def watch_language(self) -> None:
         """Start it again whenever it ends, until cancelled; that is an event like the others."""
         for life in itertools.count(1):
-            while self._servers.language.running:  # noqa: ASYNC110, nobody signals it
+            while self._servers.language.running:  # noqa: ASYNC110, no event tells
                 await asyncio.sleep(0.1)
             self._tell("has ended", "language server")
             self._servers.notes.append(f"the language server ended: {self._servers.last_words()}")

@@ -31,20 +31,20 @@ def share_mb(memory_bytes: int | None = None) -> int:
     return min(max(LEAST_MB, (memory >> 20) // _SERVERS), MOST_MB)
 
 
-def decode_mb(memory_bytes: int | None = None, towers: int = 1) -> int:
+def decode_mb(memory_bytes: int | None = None, workers: int = 1) -> int:
     """MiB that one server may decode media in: an eighth of the memory.
 
     >>> [decode_mb(gib << 30) for gib in (16, 64, 128, 512)]
     [4096, 8192, 16384, 32768]
-    >>> decode_mb(1024 << 30, towers=8)
+    >>> decode_mb(1024 << 30, workers=8)
     131072
 
     Args:
         memory_bytes: the machine's own, or its control group's limit, unless given.
-        towers: of the server, in the place of as many servers with one.
+        workers: the server's processes with a tower; each would have a server's share.
     """
     memory = usable_bytes() if memory_bytes is None else memory_bytes
-    return min(max(2 * LEAST_MB, (memory >> 20) // _DECODING), 2 * MOST_MB * towers)
+    return min(max(2 * LEAST_MB, (memory >> 20) // _DECODING), 2 * MOST_MB * workers)
 
 
 def usable_bytes(root: Path = Path("/")) -> int:

@@ -17,10 +17,10 @@ from sglang_epd.wire.urls import host_port
 Role = Literal["encoder", "language", "prefill", "decode", "router"]
 
 LOOPBACK = "127.0.0.1"
+# Of SGLang's router. By its defaults a request whose media no encoder takes is sent five times,
+# and two of them close the server to text, too.
+PATIENT = ("--disable-circuit-breaker", "--retry-max-retries", "2")
 # Flags that `up` decides itself; the same flag in a user's own would contradict it.
-# Of SGLang's router: a request whose media no encoder takes says nothing of the server that answers
-# so, and has had its deadline there.
-_PATIENT = ("--disable-circuit-breaker", "--retry-max-retries", "2")
 _OURS = {
     "--model",
     "--model-path",
@@ -188,7 +188,7 @@ def plan(shape: Shape, free_port: Callable[[], int], place: Callable[[int], Plac
     api_url = _url(shape.host, api_port)
     if behind_router:
         # Its own metrics would else be on one port for all routers of a machine.
-        targets += [] if apart else ["--prometheus-port", str(free_port()), *_PATIENT]
+        targets += [] if apart else ["--prometheus-port", str(free_port()), *PATIENT]
         command = ("-m", "sglang_router.launch_router", *targets)
         command += ("--host", shape.host, "--port", str(api_port), *shape.words("router"))
         # SGLang's router asks its servers about themselves as it starts.

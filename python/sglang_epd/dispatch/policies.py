@@ -112,7 +112,7 @@ _SLACK = 3.0
 # its embedding is kept there, the queue does not delay it.
 _KNOWN_BOUND = 2.0
 _KNOWN_SLACK = 8.0
-# Keys that are remembered, some 300 bytes each.
+# Keys that are remembered, some 200 bytes each.
 _KEYS = 32_768
 # Where at least this share of new keys is known to their first encoder, other servers send it
 # the same items. The share before anything is known, and the weight of each key that is heard of:

@@ -108,7 +108,7 @@ def launch(server_args: Any) -> None:
     store = _open_store(settings, metrics)
 
     async def serve() -> None:
-        memory_mb = settings.decode_mb or decode_mb(towers=workers())
+        memory_mb = settings.decode_mb or decode_mb(workers=workers())
         options = processing()
         towers, hf_config = await start_towers(
             server_args, limits, memory_mb, _batch(settings).patches

@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 # Together less than the 30 s that Kubernetes gives a process to stop.
 DRAIN_S = 24
 CLOSE_S = 3
-# What has not ended by then hangs, in a pass on a device, say: more than all that an end waits for.
+# Then the process ends with whatever has not: a pass that hangs, say.
 END_S = DRAIN_S + 8 * CLOSE_S
 _HEAD_S = 20.0
 _MALFORMED = "Invalid HTTP request received."
@@ -128,7 +128,7 @@ def run(serving: Coroutine[Any, Any, None]) -> None:
 
 
 def _give_up() -> NoReturn:
-    logger.critical("This encoder ends, though something that it has begun does not")
+    logger.critical("This encoder ends; something that it has begun has not ended in %d s", END_S)
     _end(1)
 
 

@@ -70,7 +70,7 @@ class Item:
     laid: tuple[bytes, wire.Layout] | None = None
     # Whether the tokenizer has been asked to have it encoded.
     asked: bool = False
-    # The grant by which another one is to send it, as an encoder that offered it again was told.
+    # The grant for whose sake another encoder's offer was declined.
     spurned_for: int = 0
     # Whether a claim needs its embedding; False until that is decided.
     wanted: bool = True

@@ -19,8 +19,8 @@ from encoder.towers import key_of
 from sglang_epd.cache import EmbeddingCache
 from sglang_epd.encoder.breakage import Breakage
 from sglang_epd.encoder.model.copyout import CopyOut
-from sglang_epd.encoder.model.engine import Engine, moved, widen
-from sglang_epd.encoder.model.features import mark
+from sglang_epd.encoder.model.engine import Engine, widen
+from sglang_epd.encoder.model.features import mark, moved
 from sglang_epd.encoder.pipeline.computations import Computations
 from sglang_epd.encoder.pipeline.scheduling import BatchBounds
 from sglang_epd.encoder.tower import Prepared

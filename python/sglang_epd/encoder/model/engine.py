@@ -33,7 +33,7 @@ from sglang_epd.encoder.breakage import STUCK_S, Breakage, in_time
 from sglang_epd.encoder.memory import keep_freed
 from sglang_epd.encoder.model.adapted import AdaptedPreparer
 from sglang_epd.encoder.model.copyout import CopyOut, fresh
-from sglang_epd.encoder.model.features import mark, take
+from sglang_epd.encoder.model.features import mark, moved, take
 from sglang_epd.encoder.model.graphs import forget
 from sglang_epd.encoder.model.loading import groups_on, without_language_model
 from sglang_epd.encoder.model.passes import in_passes, within_steps
@@ -418,13 +418,6 @@ class Engine:
             )
         self._count_steps(len(batch))
         return together
-
-
-def moved(feature: Any, device: str) -> Any:
-    """A feature there: a tensor, or a list of tensors as some families have."""
-    if isinstance(feature, list):
-        return [moved(one, device) for one in feature]
-    return feature.to(device) if isinstance(feature, torch.Tensor) else feature
 
 
 def widen(processor: Any, threads: int) -> None:

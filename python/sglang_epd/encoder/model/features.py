@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from sglang_epd.device import Device
 from sglang_epd.encoder.tower import Prepared
@@ -46,6 +46,11 @@ def take(batch: Sequence[Prepared], device: Device) -> list[Any]:
         if isinstance(tensor, torch.Tensor) and tensor.device.type != "cpu":
             device.hold(tensor, stream)
     return items
+
+
+def moved(feature: Any, device: str) -> Any:
+    """A feature there: a tensor, or a list of tensors as some families have."""
+    return tree_map(lambda one: one.to(device) if isinstance(one, torch.Tensor) else one, feature)
 
 
 def _pinned(feature: Any, device: Device) -> Any:

@@ -26,8 +26,8 @@ _JPEG = (b"\xff\xd8", b"\xff\xd9")
 # In the pixels of a picture no such bytes can be.
 _PROGRESSIVE = b"\xff\xc2"
 _COLOURS = 3
-# Larger ones are decoded in memory that `SGLANG_EPD_DECODE_MB` counts: each of the threads that
-# prepare has one on the device.
+# Each thread that prepares has a picture on the device, which no budget counts. Larger ones are
+# decoded on the CPU, where `SGLANG_EPD_DECODE_MB` counts them.
 _MOST_PIXELS = 16 << 20
 
 

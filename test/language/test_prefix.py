@@ -61,6 +61,10 @@ class FakeQueue:
         self.gate: PrefixGate | None = None
         self.queue: list[Any] = []
         self.discarded: list[str] = []
+        self.looks = 0
+
+    def look_again(self) -> None:
+        self.looks += 1
 
     def add(self, request: Any, *, retracted: bool) -> None:
         if self.gate.admit(request, retracted=retracted):
@@ -205,6 +209,21 @@ def test_a_match_that_is_lost_before_the_prefill_is_made_up_for(world):
     world.land("r", covered=())
     assert world.prefill(request)
     assert world.tree.held == 0
+
+
+def test_memory_that_only_locks_kept_from_a_request_is_asked_for_again(world):
+    """The scheduler takes it for that of running requests, and would wait for their end."""
+    world.tree.length = STRIDE
+    world.scheduler.add(world.request("r"), retracted=False)
+    assert not world.gate.tidy()
+    assert (world.tree.held, world.scheduler.looks) == (1, 0)
+    world.gate.let_go()
+    assert world.gate.tidy(), "later pipeline stages are to do the same"
+    assert not world.gate.tidy()
+    assert (world.tree.held, world.scheduler.looks) == (0, 1)
+    world.gate.let_go()
+    assert not world.gate.tidy(), "there was nothing to let go"
+    assert world.scheduler.looks == 1
 
 
 def test_a_tree_that_promises_what_the_prefill_does_not_find_is_believed_once(world):

@@ -96,7 +96,7 @@ managers.schedule_batch
     seams/identities: MultimodalProcessorOutput(mm_items padded_input_ids)
     seams/prefix: Req(finished rid session positional_embed_overrides origin_input_ids output_ids
         prefix_len multimodal_inputs is_prefill_only)
-    seams/prefix: ScheduleBatch(reqs)
+    seams/prefix: ScheduleBatch(reqs batch_is_full)
 managers.schedule_policy
     seams/prefix: AddReqResult(CONTINUE NO_TOKEN)
     seams/prefix: PrefillAdder(can_run_list)

@@ -316,6 +316,16 @@ def test_what_decodes_is_answering(scheduler, queue, ended, only_prefilled, deco
     assert queue.busy() == (decodes, decodes), "the request would wait for as many steps"
 
 
+@pytest.mark.parametrize("stages", [1, 2])
+def test_a_full_batch_is_looked_at_again(scheduler, queue, stages):
+    batches = [SimpleNamespace(reqs=[], batch_is_full=True) for _ in range(stages)]
+    scheduler.running_batch = batches[0]
+    if stages > 1:
+        scheduler.running_mbs = batches
+    queue.look_again()
+    assert not any(batch.batch_is_full for batch in batches)
+
+
 def test_a_request_is_taken_out_of_the_queue_once(scheduler, queue):
     one, twin = request("one"), request("one")
     scheduler.waiting_queue = [twin, one]

@@ -26,7 +26,7 @@ from sglang_epd.transfer import blocks, entries
 from sglang_epd.transfer import ledger as ledger_module
 from sglang_epd.transfer.blocks import Block, BlockState
 from sglang_epd.transfer.entries import Item, ItemState, Plan, RequestEntry
-from sglang_epd.transfer.reservations import QUARANTINE_S
+from sglang_epd.transfer.reservations import IN_SOCKETS_S, QUARANTINE_S
 from sglang_epd.wire import messages as wire
 from transfer.books import GRANT_TTL_S, PAGE, PAGES, ROWS, SCHEDULER, Books, key, offer
 
@@ -111,7 +111,7 @@ class LedgerMachine(RuleBasedStateMachine):
             for grant in grants:
                 readers = range(claim.first_reader, claim.first_reader + claim.readers)
                 self.memory[grant].readings += readers
-        if ticket.waiting:
+        if ticket.waiting and ticket.error is None:
             ticket.deadline = max(ticket.deadline, self.now + ticket.expect.ttl_s)
         ticket.consumers -= len(ticket.waiting)
         ticket.waiting.clear()
@@ -437,8 +437,10 @@ class LedgerMachine(RuleBasedStateMachine):
         reservations.reclaim(self.now)
         for grant, memory in list(self.memory.items()):
             if memory.quarantined:
-                over = memory.until <= self.now or memory.writer in self.books.dead
-                memory.quarantined = not over
+                if memory.writer in self.books.dead:
+                    linger = IN_SOCKETS_S if memory.block.landing == "remote" else 0.0
+                    memory.until = min(memory.until, self.now + linger)
+                memory.quarantined = self.now < memory.until
             if not (memory.quarantined or memory.wanted or memory.readings):
                 del self.memory[grant]
         assert reservations.held_bytes == sum(m.block.nbytes for m in self.memory.values())
@@ -866,6 +868,20 @@ def test_memory_of_an_encoder_that_is_seen_to_live_is_kept_for_as_long_as_it_doe
     assert block.state is BlockState.QUARANTINED
     books.dead.add("encoder")
     books.reservations.reclaim(100 * QUARANTINE_S)
+    assert block.state is BlockState.FREE
+
+
+def test_what_an_ended_encoder_sent_is_not_written_to_anothers_memory(books):
+    """Of its connection by Mooncake over TCP the system may still have bytes."""
+    books.seen = True
+    block = quarantined(books)
+    block.landing = "remote"
+    books.reservations.reclaim(QUARANTINE_S)
+    books.dead.add("encoder")
+    for seconds in (0.0, 0.5 * IN_SOCKETS_S):
+        books.reservations.reclaim(QUARANTINE_S + seconds)
+        assert block.state is BlockState.QUARANTINED
+    books.reservations.reclaim(QUARANTINE_S + IN_SOCKETS_S)
     assert block.state is BlockState.FREE
 
 

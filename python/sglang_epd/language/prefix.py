@@ -89,6 +89,9 @@ class Queue(Protocol):
     def discard(self, request: Any) -> None:
         """Give back the memory of a request that will not run."""
 
+    def look_again(self) -> None:
+        """Memory has become free without the end of a request."""
+
     def running(self, request: Any) -> bool:
         """Whether a request is being prefilled, with its KV not all in the tree yet."""
 
@@ -156,6 +159,8 @@ class PrefixGate:
         # By name: the request, and whether it had been retracted.
         self._parked: dict[str, tuple[Any, bool]] = {}
         self._lost: list[Any] = []
+        # Locks were let go since the last tick.
+        self._freed = False
 
     def __len__(self) -> int:
         """Requests that wait for items here."""
@@ -224,16 +229,21 @@ class PrefixGate:
 
     def let_go(self) -> None:
         """Memory is needed: nothing is locked any more."""
+        self._freed = self._freed or bool(self._locks)
         for name in list(self._locks):
             self._unlock(name)
 
     def tidy(self) -> bool:
-        """Once a tick: requests that have lost their match wait here, and matches of
-        requests that wait nowhere any more are let go.
+        """Once a tick: requests that have lost their match wait here, matches of requests that
+        wait nowhere any more are let go, and where memory was refused for want of these the
+        scheduler looks again.
 
         Returns:
-            Whether requests had lost their match, or gave way.
+            Whether requests had lost their match, or gave way, or locks were let go.
         """
+        freed, self._freed = self._freed, False
+        if freed:
+            self._queue.look_again()
         lost, self._lost = self._lost, []
         for request in lost:
             # Not if it was aborted meanwhile.
@@ -245,7 +255,7 @@ class PrefixGate:
             live = {*self._queue.waiting(), *self._parked}
             for name in [name for name in self._locks if name not in live]:
                 self._unlock(name)
-        return bool(lost)
+        return freed or bool(lost)
 
     def forgo(self, name: str) -> None:
         """A request ended before its prefix was asked for."""

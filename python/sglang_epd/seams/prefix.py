@@ -5,7 +5,7 @@ Leans on `managers.scheduler.Scheduler`: `_add_request_to_queue(req, is_retracte
 every request passes on its way to a queue, with its token ids padded and its namespace in
 the tree (cache salt, LoRA) set; `disaggregation_mode`; `waiting_queue`,
 `grammar_manager.grammar_queue`, `disagg_prefill_bootstrap_queue.queue`; `chunked_req`,
-`running_batch` with `Req.is_prefill_only`, `prefill_decode_interval`,
+`running_batch` with `batch_is_full` and `Req.is_prefill_only`, `prefill_decode_interval`,
 `collect_inflight_reqs` and `disagg_prefill_inflight_queue`; `flush_cache`, which empties the tree;
 `_release_aborted_request` and `release_aborted_prefill_waiting_req`. On
 `managers.schedule_policy.PrefillAdder.add_one_req`, which locks a request's prefix when it
@@ -100,6 +100,10 @@ class SchedulerQueue:
             # Of a prefill server, and its decode server is waiting already.
             self._scheduler.waiting_queue.append(request)
 
+    def _batches(self) -> list[Any]:
+        scheduler = self._scheduler
+        return getattr(scheduler, "running_mbs", None) or [scheduler.running_batch]
+
     def _queues(self) -> Iterator[list[Any]]:
         yield self._scheduler.waiting_queue
         bootstrapping = getattr(self._scheduler, "disagg_prefill_bootstrap_queue", None)
@@ -116,6 +120,11 @@ class SchedulerQueue:
 
     def waiting(self) -> Collection[str]:
         return {manifest.name(request) for queue in self._queues() for request in queue}
+
+    def look_again(self) -> None:
+        # SGLang tries no prefill while its batch is full, until one of its requests ends.
+        for batch in self._batches():
+            batch.batch_is_full = False
 
     def running(self, request: Any) -> bool:
         scheduler = self._scheduler
@@ -135,8 +144,7 @@ class SchedulerQueue:
         scheduler = self._scheduler
         waiting = bool(scheduler.waiting_queue) or scheduler.chunked_req is not None
         # Those that have ended leave it in the next tick, and an idle scheduler makes none.
-        batches = getattr(scheduler, "running_mbs", None) or [scheduler.running_batch]
-        running = [one for batch in batches for one in batch.reqs]
+        running = [one for batch in self._batches() for one in batch.reqs]
         decoding = any(not one.finished() and not one.is_prefill_only for one in running)
         # After a prefill the next one waits for so many steps.
         spaced = decoding and scheduler.prefill_decode_interval > 0

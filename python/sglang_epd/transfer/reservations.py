@@ -19,6 +19,8 @@ _S = BlockState
 # A frozen encoder of another machine may go on with a write when it thaws; nothing tells
 # whether it will. After this long its connection is taken for dead.
 QUARANTINE_S = 300.0
+# What a process sent before its end may stand in this machine's sockets, and be written later.
+IN_SOCKETS_S = 5.0
 
 
 class Reservations:
@@ -247,7 +249,12 @@ class Reservations:
         for block in self.quarantined:
             writer = block.offer.process
             lives = self._writer_lives(writer) if writer else None
-            if lives is False or (now >= block.until and not lives):
+            if lives:
+                block.until = max(block.until, now + IN_SOCKETS_S)
+            elif lives is False:
+                linger = IN_SOCKETS_S if block.landing == "remote" else 0.0
+                block.until = min(block.until, now + linger)
+            if not lives and now >= block.until:
                 self.give_up(block)
         closed = [block for block in self._blocks[_S.HANDED].values() if block.closed]
         if closed:

@@ -485,6 +485,16 @@ def test_a_turn_of_a_session_waits_for_all_its_items(claims, carried):
     assert claims.asked == [False], "the prefix cache is not asked"
 
 
+def test_a_turn_of_a_session_keeps_no_memory_that_others_wait_for(backend, memory, filled):
+    """Its inputs stay until the session is closed."""
+    item = memory.land(3.0)
+    one = request(carried=settled(item))
+    one.session_params = {"id": "session"}
+    ((ready,), _) = backend().sort_out([one])
+    assert memory.drops(item)[0] == 1
+    assert torch.equal(ready.mm_inputs.embeddings[0], filled(3.0))
+
+
 @pytest.mark.parametrize("forgone", [False, True])
 def test_a_request_that_is_covered_waits_for_nothing_and_its_ticket_ends(leader, claims, forgone):
     """So does the ticket of one that ended before the prefix cache was asked."""

@@ -23,9 +23,15 @@ class Names:
     def __init__(self) -> None:
         self.release = threading.Event()
         self.asked: list[str] = []
+        self.failure: OSError | None = None
+        self.slow = False
 
     def __call__(self, host: str, _port: int, _family: int) -> list[Any]:
         self.asked.append(host)
+        if self.failure is not None:
+            raise self.failure
+        if self.slow:
+            self.release.wait(PATIENCE_S * 6)
         if host.startswith("hang"):
             self.release.wait(PATIENCE_S * 6)
             raise OSError("no answer")
@@ -92,3 +98,26 @@ async def test_a_fetch_that_was_given_up_still_counts_its_thread(names: Names) -
 async def test_an_impossible_name_has_no_addresses() -> None:
     with pytest.raises(OSError, match="not a host name"):
         await SystemResolver().resolve("a" * 80 + ".example")
+
+
+async def test_a_known_name_keeps_its_addresses_while_name_servers_fail(names: Names) -> None:
+    resolver = SystemResolver(look_up=names)
+    known = await resolver.resolve("good.example")
+    names.failure = socket.gaierror(socket.EAI_AGAIN, "try again")
+    assert await resolver.resolve("good.example") == known
+    with pytest.raises(socket.gaierror, match="try again"):
+        await resolver.resolve("new.example")
+    names.failure = socket.gaierror(socket.EAI_NONAME, "no such name")
+    with pytest.raises(socket.gaierror, match="no such name"):
+        await resolver.resolve("good.example")
+
+
+async def test_a_known_name_waits_briefly_for_servers_that_are_silent(names: Names) -> None:
+    resolver = SystemResolver(look_up=names)
+    known = await resolver.resolve("good.example")
+    names.slow = True
+    async with asyncio.timeout(PATIENCE_S):
+        many = await asyncio.gather(*(resolver.resolve("good.example") for _ in range(8)))
+        assert many == [known] * 8
+        assert await resolver.resolve("good.example") == known
+    assert names.asked == ["good.example"] * 2, "asked by one thread for all of them"

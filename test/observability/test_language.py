@@ -99,6 +99,32 @@ def test_the_servers_metrics_page_shows_what_a_scheduler_counted(tmp_path):
     assert f"{PREFIX}held_bytes 4096.0" in done.stdout
 
 
+def test_a_worker_that_ended_does_not_keep_encoders_ready(tmp_path):
+    """Its files stay; the alert looks at those of the worker that came in its place."""
+    code = (
+        "from prometheus_client import CollectorRegistry, generate_latest, multiprocess\n"
+        "from sglang_epd.observability.language import DispatchTally\n"
+        "tally = DispatchTally('ns')\n"
+        "tally.moved(None, 'ready', stays=True)\n"
+        "tally.moved('ready', {!r}, stays=True)\n"
+        "page = CollectorRegistry()\n"
+        "multiprocess.MultiProcessCollector(page)\n"
+        "print(generate_latest(page).decode())\n"
+    )
+    for state in ("ready", "open"):
+        done = subprocess.run(
+            [sys.executable, "-c", code.format(state)],
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=60,
+            env={**os.environ, "PROMETHEUS_MULTIPROC_DIR": str(tmp_path)},
+        )
+    encoders = 'sglang:epd_dispatch_encoders{{state="{}"}} {}'
+    assert encoders.format("ready", 0.0) in done.stdout
+    assert encoders.format("open", 1.0) in done.stdout
+
+
 def test_requests_are_told_by_their_items_and_encoders(registry):
     tally = DispatchTally("ns", registry)
     for items in (1, 3):

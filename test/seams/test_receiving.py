@@ -12,7 +12,7 @@ import pytest
 from forking import fork
 from sglang_epd.errors import ConfigError
 from sglang_epd.seams import receiving
-from sglang_epd.seams.receiving import Ranks, _reachable_address, ranks
+from sglang_epd.seams.receiving import Ranks, _own, _reachable_address, ranks
 from sglang_epd.tally import Tally
 from sglang_epd.transfer.receiver import Receiver
 
@@ -195,7 +195,7 @@ def test_the_receiver_has_this_servers_settings(start, monkeypatch):
     made = start()
     assert made.running
     assert receiving.idle.Hosted.receiver
-    assert made.args == ("10.0.0.1", "10.0.0.1", "control")
+    assert made.args == ("0.0.0.0", "10.0.0.1", "control"), "not this machine's own"
     tally = made.options.pop("tally")
     assert type(tally) is Tally
     assert made.options == {
@@ -285,6 +285,20 @@ LOCAL, REMOTE = "http://127.0.0.1:1", "http://10.0.0.2:1"
 def test_encoders_are_told_an_address_they_can_reach(sglang, monkeypatch, host, urls, address):
     monkeypatch.setattr(sglang("utils.network"), "get_local_ip_auto", lambda: "found")
     assert _reachable_address(host, urls) == address
+
+
+@pytest.mark.parametrize(
+    ("address", "listens"),
+    [
+        ("127.0.0.1", "127.0.0.1"),
+        ("198.51.100.7", "0.0.0.0"),
+        ("::1", "::1"),
+        ("2001:db8::7", "::"),
+    ],
+    ids=["own", "translated", "own by IPv6", "translated by IPv6"],
+)
+def test_what_comes_to_a_translated_address_is_heard(address, listens):
+    assert _own(address) == listens
 
 
 def test_a_host_without_an_address_is_refused_by_its_flag(sglang):

@@ -33,6 +33,9 @@ class Copying:
     def register(self, address: int, nbytes: int) -> None:
         pass
 
+    def contact(self, session: str, deadline: float) -> None:
+        assert session == self.session
+
     def write(
         self, session: str, source: int, address: int, nbytes: int, timeout_s: float, *, keep=None
     ) -> None:

@@ -8,7 +8,9 @@ import resource
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -177,6 +179,11 @@ class Engine:
         self.go_on = threading.Event()
         self.go_on.set()
 
+    def contact(self, session: str, deadline: float) -> None:
+        if session == "gone:1":
+            self.go_on.wait(deadline - time.monotonic())
+            raise UnavailableError("gone:1 does not answer")
+
     def register(self, address: int, nbytes: int) -> None:
         self.registered.append((address, nbytes))
 
@@ -246,6 +253,23 @@ def test_who_gets_no_buffer_in_time_is_told():
     engine.go_on.set()
     first.join()
     writer.write(landing, PAYLOAD, 10.0)
+
+
+def test_a_peer_whose_host_is_gone_holds_no_buffer():
+    engine = Engine()
+    writer = RemoteWriter(engine, buffers=1, nbytes=200)
+    engine.go_on.clear()
+    with ThreadPoolExecutor(4) as pool:
+        lost = [pool.submit(writer.write, wire.Remote("gone:1", 0), PAYLOAD, 10.0)]
+        lost += [pool.submit(writer.write, wire.Remote("gone:1", 0), PAYLOAD, 10.0)]
+        sent = pool.submit(writer.write, wire.Remote("there:1", 0), PAYLOAD, 10.0)
+        while not engine.timeouts:
+            assert not sent.done()
+        engine.go_on.set()
+        sent.result()
+        for one in lost:
+            with pytest.raises(UnavailableError, match="does not answer"):
+                one.result()
 
 
 def test_writes_side_by_side_do_not_mix():

@@ -28,6 +28,7 @@ from sglang_epd.errors import (
     UnavailableError,
     from_code,
 )
+from sglang_epd.media.resolver import SystemResolver
 from sglang_epd.wire import rpc
 from sglang_epd.wire.http import (
     CONTENT_TYPE,
@@ -121,7 +122,7 @@ class Http:
         self, url: str, body: Sequence[bytes], headers: Mapping[str, str], ttl_s: float
     ) -> Answer:
         if self._session is None:
-            self._session = open_session()
+            self._session = open_session(resolver=SystemResolver())
         length = str(sum(map(len, body)))
         timeout = aiohttp.ClientTimeout(total=ttl_s, sock_connect=CONNECT_TIMEOUT_S)
         try:

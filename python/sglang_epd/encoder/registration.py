@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 import aiohttp
 
+from sglang_epd.media.resolver import SystemResolver
 from sglang_epd.wire.http import open_session
 
 logger = logging.getLogger(__name__)
@@ -77,7 +78,7 @@ class Registration:
 
     def start(self) -> None:
         """Announce the encoder everywhere, and go on doing so until `leave`."""
-        self._session = open_session(self._headers, force_close=True)
+        self._session = open_session(self._headers, force_close=True, resolver=SystemResolver())
         loop = asyncio.get_running_loop()
         self._tasks = [
             loop.create_task(self._keep(self._session, one), name=f"register at {one}")
@@ -124,8 +125,10 @@ class Registration:
             return _Outcome(logging.WARNING, "no answer; trying on")
         except (aiohttp.ClientSSLError, ssl.SSLError) as error:
             return _Outcome(logging.ERROR, f"no TLS connection; trying on: {error}")
-        except aiohttp.ClientConnectorError:
-            return _Outcome(logging.WARNING, "nobody listens there; trying on", refused=True)
+        except aiohttp.ClientConnectorError as error:
+            nameless = isinstance(error, aiohttp.ClientConnectorDNSError)
+            why = "its name has no address" if nameless else "nobody listens there"
+            return _Outcome(logging.WARNING, f"{why}; trying on", refused=True)
         except Exception as error:
             return _Outcome(logging.WARNING, f"out of reach ({type(error).__name__}); trying on")
         if status == 200:

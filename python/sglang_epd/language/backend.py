@@ -18,7 +18,7 @@ import secrets
 import time
 from array import array
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
@@ -419,6 +419,9 @@ class Backend:
                     self._parts.settle(manifest.name(request))
                 # Dropped at the end of this call unless the request's inputs keep them.
                 items = self._receive(message)
+                if getattr(request, "session_params", None) is not None:
+                    # Until its session is closed they stay; memory for embeddings comes round.
+                    items = [replace(one, embedding=one.embedding.clone()) for one in items]
                 mm_inputs = self._assemble(request, items)
             else:
                 raise ProtocolError("the request carries something else than an outcome")

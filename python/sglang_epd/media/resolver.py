@@ -17,6 +17,8 @@ from sglang_epd.media.slots import Shares
 _THREADS = 512
 _WAIT_S = 2.0
 _KNOWN_NAMES = 4096
+# What a name server has said, as against none that answers.
+_NO_SUCH_NAME = {socket.EAI_NONAME, socket.EAI_NODATA}
 
 
 class SystemResolver(AbstractResolver):
@@ -24,8 +26,9 @@ class SystemResolver(AbstractResolver):
 
     A look-up cannot be called off: one at a name server that never answers holds its thread
     for up to half a minute, long after its fetch has given up. Domains (the last two
-    labels of names) share the threads. While all are taken, a name that was found before
-    keeps its addresses, and another cannot be resolved if it finds no thread in two seconds.
+    labels of names) share the threads, and a name has one look-up at a time. A name that was
+    found before keeps its addresses while all threads are taken, or name servers fail or take
+    more than two seconds; another cannot be resolved if it finds no thread in as long.
 
     Args:
         threads: look-ups at a time.
@@ -40,12 +43,20 @@ class SystemResolver(AbstractResolver):
         self._threads = Shares(threads)
         self._look_up = look_up or _look_up
         self._known: dict[tuple[str, int, int], list[Any]] = {}
+        self._under_way: dict[tuple[str, int, int], asyncio.Task[list[Any]]] = {}
 
     async def resolve(
         self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_UNSPEC
     ) -> list[ResolveResult]:
         """The stream addresses of `host`. Raises OSError where there are none."""
-        found = self._known.get((host, port, family)) if not self._threads.free else None
+        known = found = self._known.get((host, port, family))
+        if known is None or self._threads.free:
+            try:
+                async with asyncio.timeout(_WAIT_S if known else None):
+                    found = await asyncio.shield(self._look(host, port, family))
+            except OSError as error:  # TimeoutError is one
+                if known is None or getattr(error, "errno", None) in _NO_SUCH_NAME:
+                    raise
         return [
             ResolveResult(
                 hostname=host,
@@ -55,11 +66,25 @@ class SystemResolver(AbstractResolver):
                 proto=protocol,
                 flags=socket.AI_NUMERICHOST | socket.AI_NUMERICSERV,
             )
-            for kind, _, protocol, _, location in found or await self._find(host, port, family)
+            for kind, _, protocol, _, location in found or ()
         ]
 
     async def close(self) -> None:
         """Nothing to be done: look-ups under way end by themselves."""
+
+    def _look(self, *name: Any) -> asyncio.Task[list[Any]]:
+        """The look-up of a name."""
+        look = self._under_way.get(name)
+        if look is None:
+            look = self._under_way[name] = asyncio.create_task(self._find(*name))
+
+            def end(ended: asyncio.Task[list[Any]]) -> None:
+                del self._under_way[name]
+                if not ended.cancelled():
+                    ended.exception()  # perhaps nobody waits for it
+
+            look.add_done_callback(end)
+        return look
 
     async def _find(self, host: str, port: int, family: int) -> list[Any]:
         domain = ".".join(host.rstrip(".").lower().split(".")[-2:])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections import Counter
 
 from prometheus_client import REGISTRY, CollectorRegistry, Gauge
 
@@ -51,7 +52,7 @@ class DispatchMetrics(Metrics):
         "loop",
         buckets=LAG_BUCKETS_S,
     )
-    encoders = gauge("Encoders that this server knows, by state", "state", across="max")
+    encoders = gauge("Encoders that this server knows, by state", "state", across="mostrecent")
 
 
 class DispatchTally(PrometheusTally):
@@ -66,6 +67,7 @@ class DispatchTally(PrometheusTally):
         super().__init__(metrics)
         metrics.namespace.labels(namespace).set(1)
         self._encoders = metrics.encoders
+        self._states: Counter[str] = Counter()
 
     def moved(self, old: str | None, new: str, *, stays: bool) -> None:
         """An encoder came into another state (None: it was not known).
@@ -74,10 +76,12 @@ class DispatchTally(PrometheusTally):
             stays: whether it is still known then.
         """
         self.add("moves", new)
-        if old is not None:
-            self._encoders.labels(old).dec()
+        changes = {old: -1} if old is not None else {}
         if stays:
-            self._encoders.labels(new).inc()
+            changes[new] = changes.get(new, 0) + 1
+        for state, change in changes.items():
+            self._states[state] += change
+            self._encoders.labels(state).set(self._states[state])
 
 
 class DecisionMetrics(Metrics):

@@ -11,7 +11,7 @@ from sglang_epd.tally import Tally
 
 # How late an event loop is.
 LAG_BUCKETS_S = (0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
-_Across = Literal["all", "max", "livesum"]
+_Across = Literal["all", "max", "mostrecent", "livesum"]
 
 
 class Metrics:

@@ -8,6 +8,7 @@ Leans on the rank and width names of `runtime_context`'s parallel context, on th
 
 from __future__ import annotations
 
+import errno
 import ipaddress
 import logging
 import multiprocessing
@@ -112,7 +113,7 @@ def start(readers: int, receivers: int = 1) -> Receiver:
     address = _reachable_address(get_serving().host, get_disagg().encoder_urls)
     try:
         receiver = Receiver(
-            address,
+            _own(address),
             address,
             rundir.control_path(),
             budget_bytes=budget_mb << 20,
@@ -151,8 +152,22 @@ def end_server() -> None:
     os.kill(launcher, signal.SIGQUIT)
 
 
+def _own(address: str) -> str:
+    """Where to listen for what comes to an address: at all of this machine's, where it is one that
+    is translated to them, as a cloud's floating addresses are."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.socket(family) as trial:
+        try:
+            trial.bind((address, 0))
+        except OSError as error:
+            if error.errno != errno.EADDRNOTAVAIL:
+                raise
+            return "::" if family == socket.AF_INET6 else "0.0.0.0"
+    return address
+
+
 def _reachable_address(serving_host: str | None, encoder_urls: list[str]) -> str:
-    """The address to listen on and to tell encoders.
+    """The address to tell encoders.
 
     The serving host if it is one; loopback only if every encoder is there too. A host may have
     its own name at a loopback address.

@@ -34,6 +34,16 @@ class PayloadEngine(Protocol):
             address: of the first byte, in this process.
         """
 
+    def contact(self, session: str, deadline: float) -> None:
+        """Wait until a peer that was not written to before answers.
+
+        Args:
+            deadline: in seconds of `time.monotonic()`.
+
+        Raises:
+            UnavailableError: it does not.
+        """
+
     def write(
         self,
         session: str,

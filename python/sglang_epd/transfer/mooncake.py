@@ -133,7 +133,7 @@ class MooncakeEngine:
                 `ended` of the error says whether Mooncake is done with it.
         """
         deadline = time.monotonic() + timeout_s
-        self._contact(session, deadline)
+        self.contact(session, deadline)
         batch = self._engine.transfer_submit_write(session, local_address, remote_address, nbytes)
         if batch in _NOT_SUBMITTED:
             self._forget(session)
@@ -155,8 +155,12 @@ class MooncakeEngine:
         error.ended = partial(self._ended, batch)
         return error
 
-    def _contact(self, session: str, deadline: float) -> None:
-        """Wait until a peer that was not written to before answers a probe."""
+    def contact(self, session: str, deadline: float) -> None:
+        """Wait until a peer that was not written to before answers a probe.
+
+        Raises:
+            UnavailableError: it does not.
+        """
         with self._lock:
             contact = self._contacts.get(session)
             if contact is None:

@@ -23,7 +23,9 @@ from sglang_epd.wire import messages as wire
 _MAX_ARENAS = 64
 # Through which embeddings go to a remote engine, if the card must know the memory.
 STAGING_BYTES = 16 << 20
-STAGING_BUFFERS = 4
+# Twice as many as a language server has writes at a time (`sender`): one that is frozen leaves
+# others theirs.
+STAGING_BUFFERS = 8
 
 
 class SharedWriter:
@@ -123,6 +125,8 @@ class RemoteWriter:
         self._engine.write(landing.session, source, landing.address, size, timeout_s, keep=payload)
 
     def _write_staged(self, landing: wire.Remote, payload: np.ndarray, deadline: float) -> None:
+        # Without a buffer: it may take a minute where the peer's host is gone.
+        self._engine.contact(landing.session, deadline)
         try:
             buffer = self._free.get(timeout=max(0.0, deadline - time.monotonic()))
         except queue.Empty:

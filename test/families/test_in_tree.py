@@ -18,7 +18,7 @@ from families.in_tree import CASES, MODALITIES, OPTION_CASES
 from sglang_epd.families import FOLLOWED, IN_TREE, family_of, takes_options
 
 # Of the script, which takes three quarters of a minute of a core.
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.timeout(1000)
 SCRIPT = Path(__file__).with_name("in_tree.py")
 LISTED = {family.name: family for family in FAMILIES.values() if family.architecture in IN_TREE}
 VIDEO_OPTIONS = [case for case in OPTION_CASES if "video" in case or "two" in case]
@@ -80,7 +80,7 @@ def results(request: pytest.FixtureRequest) -> dict[tuple[str, str], dict[str, A
         [sys.executable, SCRIPT, *chosen],
         capture_output=True,
         text=True,
-        timeout=500,
+        timeout=900,
         env=env,
         check=False,
     )

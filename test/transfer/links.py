@@ -89,11 +89,16 @@ class Link:
         here = "{}:{}".format(*self._listener.getsockname())
         self.endpoint = f"tcp://{secret}@{here}" if secret else f"tcp://{here}"
 
-    def cut(self) -> None:
-        """Reset every connection."""
+    def cut(self, *, last: bool = False) -> None:
+        """Reset every connection.
+
+        Args:
+            last: a message that it was to be cut at was its connection's last one, perhaps because
+                an end has closed it in the same moment.
+        """
         with self._lock:
             pairs, self._pairs = self._pairs, set()
-            self.cuts += bool(pairs)
+            self.cuts += last or bool(pairs)
         for pair in pairs:
             _end(pair)
 
@@ -153,9 +158,11 @@ class Link:
                 if pair in self._stranded:
                     continue
                 through, cut = self._through(frames, data)
-                sink.sendall(data[:through])
-                if cut:
-                    self.cut()
+                try:
+                    sink.sendall(data[:through])
+                finally:
+                    if cut:
+                        self.cut(last=True)
         # What one end has closed is reset at the other.
         with self._lock:
             known = pair in self._pairs - self._stranded

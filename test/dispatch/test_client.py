@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import asyncio
 import os
+import socket
+from functools import partial
 
 import msgspec
 import pytest
@@ -17,6 +19,7 @@ from sglang_epd.errors import (
     OverloadedError,
     UnavailableError,
 )
+from sglang_epd.media import resolver
 from sglang_epd.trust import Trust
 from sglang_epd.wire.envelope import MAJOR
 from sglang_epd.wire.http import (
@@ -27,6 +30,7 @@ from sglang_epd.wire.http import (
     ItemOutcome,
     ReplyTo,
     encode_body,
+    open_session,
 )
 
 
@@ -58,6 +62,28 @@ async def test_without_a_token_no_credentials_are_sent(start):
     async with EncoderClient() as client:
         await client.encode(encoder.url, asking())
     assert "Authorization" not in encoder.headers[0]
+
+
+async def test_an_encoder_by_name_is_reached_while_name_servers_fail(start, monkeypatch):
+    encoder = await start()
+    place = ("127.0.0.1", int(encoder.url.rpartition(":")[2]))
+    answers = [[(socket.AF_INET, socket.SOCK_STREAM, 6, "", place)]]
+
+    def look_up(host: str, *_: object) -> list:
+        if not answers:
+            raise socket.gaierror(socket.EAI_AGAIN, "try again")
+        assert host == "encoder.example"
+        return answers.pop()
+
+    monkeypatch.setattr(resolver, "_look_up", look_up)
+    # Each request has a connection, and each connection a look-up.
+    monkeypatch.setattr(
+        client_module, "open_session", partial(open_session, force_close=True, use_dns_cache=False)
+    )
+    async with EncoderClient() as client:
+        for _ in range(2):
+            await client.encode(f"http://encoder.example:{place[1]}", asking())
+    assert len(encoder.requests) == 2
 
 
 async def test_a_reply_that_comes_in_pieces_is_read_to_its_end(start, client):

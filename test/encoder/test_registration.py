@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import time
+from functools import partial
 
 import pytest
 from aiohttp import web
@@ -11,8 +13,11 @@ from aiohttp import web
 import certificates
 from sglang_epd.dispatch.pool import LEASE, Pool
 from sglang_epd.dispatch.registry import Registry
+from sglang_epd.encoder import registration as module
 from sglang_epd.encoder.registration import Registration
+from sglang_epd.media import resolver
 from sglang_epd.trust import Trust
+from sglang_epd.wire.http import open_session
 from waiting import until
 
 URL = "http://127.0.0.1:30000"
@@ -108,8 +113,35 @@ async def test_one_that_comes_later_is_found_soon_and_logged_once(directory, reg
     # The directory knows it before its answer is here and logged.
     await until(lambda: ": registered" in caplog.text, seconds=5.0)
     assert one.pool.urls() == [URL]
-    assert caplog.text.count("nobody listens") == 1
+    assert caplog.text.count("cannot connect to it") == 1
     assert caplog.text.count(": registered") == 1
+
+
+async def test_name_servers_may_fail(directory, register, caplog, monkeypatch):
+    """Leases are kept up by the last addresses; a name without any is told by its fault."""
+    one = await directory()
+    place = ("127.0.0.1", int(one.url.rpartition(":")[2]))
+    answers = [[(socket.AF_INET, socket.SOCK_STREAM, 6, "", place)]]
+    failures = []
+
+    def look_up(*_: object) -> list:
+        if answers:
+            return answers.pop()
+        failures.append(1)
+        raise socket.gaierror(socket.EAI_AGAIN, "try again")
+
+    monkeypatch.setattr(resolver, "_look_up", look_up)
+    # aiohttp keeps addresses for ten seconds.
+    monkeypatch.setattr(module, "open_session", partial(open_session, use_dns_cache=False))
+    register(f"http://language.example:{place[1]}")
+    await until(lambda: one.pool.urls() == [URL])
+    await one.stop()
+    await one.start()
+    await until(lambda: one.pool.urls() == [URL])
+    assert failures
+    assert "look up its name" not in caplog.text
+    register("http://unknown.example:1")
+    await until(lambda: "cannot look up its name" in caplog.text)
 
 
 @pytest.mark.parametrize(

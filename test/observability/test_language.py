@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import ast
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ from sglang_epd.observability.language import DispatchTally, PrometheusTally, Re
 from sglang_epd.tally import Tally
 
 PREFIX = "sglang:epd_receiver_"
+STATES = ("joining", "ready", "open")
 
 
 @pytest.fixture
@@ -104,29 +106,29 @@ def test_a_worker_that_ended_does_not_keep_encoders_ready(tmp_path):
     code = (
         "from prometheus_client import CollectorRegistry, generate_latest, multiprocess\n"
         "from sglang_epd.observability.language import DispatchTally\n"
-        "tally = DispatchTally('ns')\n"
-        "tally.moved(None, 'ready', stays=True)\n"
-        "tally.moved('ready', {!r}, stays=True)\n"
+        f"tally = DispatchTally('ns', {STATES})\n"
+        "for _ in range({}):\n"
+        "    tally.moved(None, 'joining', stays=True)\n"
+        "    tally.moved('joining', {!r}, stays=True)\n"
         "page = CollectorRegistry()\n"
         "multiprocess.MultiProcessCollector(page)\n"
         "print(generate_latest(page).decode())\n"
     )
-    for state in ("ready", "open"):
+    for number, state in ((2, "ready"), (1, "open")):
         done = subprocess.run(
-            [sys.executable, "-c", code.format(state)],
+            [sys.executable, "-c", code.format(number, state)],
             capture_output=True,
             text=True,
             check=True,
             timeout=60,
             env={**os.environ, "PROMETHEUS_MULTIPROC_DIR": str(tmp_path)},
         )
-    encoders = 'sglang:epd_dispatch_encoders{{state="{}"}} {}'
-    assert encoders.format("ready", 0.0) in done.stdout
-    assert encoders.format("open", 1.0) in done.stdout
+    shown = dict(re.findall(r'epd_dispatch_encoders{state="(\w+)"} (\S+)', done.stdout))
+    assert shown == {"joining": "0.0", "ready": "0.0", "open": "1.0"}
 
 
 def test_requests_are_told_by_their_items_and_encoders(registry):
-    tally = DispatchTally("ns", registry)
+    tally = DispatchTally("ns", STATES, registry)
     for items in (1, 3):
         tally.observe("request_items", items, "IMAGE")
     tally.observe("request_encoders", 2)
@@ -145,4 +147,4 @@ def test_requests_are_told_by_their_items_and_encoders(registry):
 
 def test_only_what_is_declared_is_counted(registry):
     with pytest.raises(AttributeError):
-        DispatchTally("ns", registry).observe("surprises", 1.0)
+        DispatchTally("ns", STATES, registry).observe("surprises", 1.0)

@@ -293,7 +293,8 @@ async def _repeat(what: str, pause_s: float, act: Callable[[], Awaitable[None]])
 
 def _system(resolver: SystemResolver) -> Resolve:
     async def resolve(host: str, port: int) -> list[str]:
-        return [found["host"] for found in await resolver.resolve(host, port)]
+        # `Names` keeps the addresses that it knows, and says so.
+        return [str(location[0]) for *_, location in await resolver.ask(host, port)]
 
     return resolve
 

@@ -126,9 +126,9 @@ class Registration:
         except (aiohttp.ClientSSLError, ssl.SSLError) as error:
             return _Outcome(logging.ERROR, f"no TLS connection; trying on: {error}")
         except aiohttp.ClientConnectorError as error:
-            nameless = isinstance(error, aiohttp.ClientConnectorDNSError)
-            why = "its name has no address" if nameless else "nobody listens there"
-            return _Outcome(logging.WARNING, f"{why}; trying on", refused=True)
+            unknown = isinstance(error, aiohttp.ClientConnectorDNSError)
+            what = "look up its name" if unknown else "connect to it"
+            return _Outcome(logging.WARNING, f"cannot {what}; trying on", refused=True)
         except Exception as error:
             return _Outcome(logging.WARNING, f"out of reach ({type(error).__name__}); trying on")
         if status == 200:

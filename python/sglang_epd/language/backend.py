@@ -420,7 +420,7 @@ class Backend:
                 # Dropped at the end of this call unless the request's inputs keep them.
                 items = self._receive(message)
                 if getattr(request, "session_params", None) is not None:
-                    # Until its session is closed they stay; memory for embeddings comes round.
+                    # A session keeps them until it is closed, and others wait for that memory.
                     items = [replace(one, embedding=one.embedding.clone()) for one in items]
                 mm_inputs = self._assemble(request, items)
             else:

@@ -48,12 +48,16 @@ class SystemResolver(AbstractResolver):
     async def resolve(
         self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_UNSPEC
     ) -> list[ResolveResult]:
-        """The stream addresses of `host`. Raises OSError where there are none."""
+        """The stream addresses of `host`; they may be those that were found before.
+
+        Raises:
+            OSError: it has none.
+        """
         known = found = self._known.get((host, port, family))
         if known is None or self._threads.free:
             try:
                 async with asyncio.timeout(_WAIT_S if known else None):
-                    found = await asyncio.shield(self._look(host, port, family))
+                    found = await self.ask(host, port, family)
             except OSError as error:  # TimeoutError is one
                 if known is None or getattr(error, "errno", None) in _NO_SUCH_NAME:
                     raise
@@ -72,8 +76,15 @@ class SystemResolver(AbstractResolver):
     async def close(self) -> None:
         """Nothing to be done: look-ups under way end by themselves."""
 
-    def _look(self, *name: Any) -> asyncio.Task[list[Any]]:
-        """The look-up of a name."""
+    async def ask(
+        self, host: str, port: int, family: socket.AddressFamily = socket.AF_UNSPEC
+    ) -> list[Any]:
+        """What name servers say now, as `getaddrinfo` returns it.
+
+        Raises:
+            OSError: nothing.
+        """
+        name = host, port, family
         look = self._under_way.get(name)
         if look is None:
             look = self._under_way[name] = asyncio.create_task(self._find(*name))
@@ -81,10 +92,11 @@ class SystemResolver(AbstractResolver):
             def end(ended: asyncio.Task[list[Any]]) -> None:
                 del self._under_way[name]
                 if not ended.cancelled():
-                    ended.exception()  # perhaps nobody waits for it
+                    # asyncio logs an error that no caller has read, and all may have left.
+                    ended.exception()
 
             look.add_done_callback(end)
-        return look
+        return await asyncio.shield(look)
 
     async def _find(self, host: str, port: int, family: int) -> list[Any]:
         domain = ".".join(host.rstrip(".").lower().split(".")[-2:])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
+from collections.abc import Iterable
 
 from prometheus_client import REGISTRY, CollectorRegistry, Gauge
 
@@ -60,14 +61,20 @@ class DispatchTally(PrometheusTally):
 
     Args:
         namespace: of the encoders that this server takes embeddings from.
+        states: that an encoder may be in.
     """
 
-    def __init__(self, namespace: str, registry: CollectorRegistry = REGISTRY) -> None:
+    def __init__(
+        self, namespace: str, states: Iterable[str], registry: CollectorRegistry = REGISTRY
+    ) -> None:
         metrics = DispatchMetrics(registry)
         super().__init__(metrics)
         metrics.namespace.labels(namespace).set(1)
         self._encoders = metrics.encoders
         self._states: Counter[str] = Counter()
+        for state in states:
+            # A worker that ended may have left another number.
+            self._encoders.labels(state).set(0)
 
     def moved(self, old: str | None, new: str, *, stays: bool) -> None:
         """An encoder came into another state (None: it was not known).
@@ -76,12 +83,10 @@ class DispatchTally(PrometheusTally):
             stays: whether it is still known then.
         """
         self.add("moves", new)
-        changes = {old: -1} if old is not None else {}
-        if stays:
-            changes[new] = changes.get(new, 0) + 1
-        for state, change in changes.items():
-            self._states[state] += change
-            self._encoders.labels(state).set(self._states[state])
+        for state, change in ((old, -1), (new if stays else None, 1)):
+            if state is not None:
+                self._states[state] += change
+                self._encoders.labels(state).set(self._states[state])
 
 
 class DecisionMetrics(Metrics):

@@ -407,7 +407,9 @@ def create_frontend(
     logger.info(
         "EPD language server: namespace %s, encoders %s", identity, encode_urls or "none yet"
     )
-    tally = DispatchTally(identity, roles.registry())
+    tally = DispatchTally(
+        identity, (state.value for state in Health if state is not Health.GONE), roles.registry()
+    )
     pool, costs = _pool(identity, tally), Costs()
     dispatcher = _dispatcher(settings, pool, costs, tally)
     if get_disagg().encoder_transfer_backend == "zmq_to_tokenizer":

@@ -32,7 +32,7 @@ from sglang_epd.errors import DeadlineError, EncodeError, ProtocolError, Unavail
 from sglang_epd.transfer import host
 from sglang_epd.transfer.delivery import Granted, GrantLostError, Offered
 from sglang_epd.transfer.gate import dial
-from sglang_epd.transfer.writers import RemoteWriter, SharedWriter
+from sglang_epd.transfer.writers import WRITES_AT_A_TIME, RemoteWriter, SharedWriter
 from sglang_epd.wire import messages as wire
 from sglang_epd.wire.tensors import tensor_frame
 
@@ -47,8 +47,6 @@ _DEAD_S = 20.0
 _RECONNECT_MS = 100, 2_000
 _REFUSED = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
 _EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | _REFUSED
-# Of each language server: writes to one that is frozen hold up no other's.
-_REMOTE_THREADS = 4
 # Map the places of payloads in this machine's arenas while those are being made, then copy; a
 # batch's items are there at once.
 _SHARING_THREADS = 4
@@ -86,9 +84,9 @@ class _Peer:
     # Grants under which something may be written yet, and of each what says whether that has
     # ended.
     grants: dict[_Name, Callable[[], bool]] = field(default_factory=dict)
-    # For its remote writes.
+    # For its remote writes: those to a server that is frozen hold up no other's.
     writing: ThreadPoolExecutor = field(
-        default_factory=lambda: ThreadPoolExecutor(_REMOTE_THREADS, "epd-write")
+        default_factory=lambda: ThreadPoolExecutor(WRITES_AT_A_TIME, "epd-write")
     )
 
 

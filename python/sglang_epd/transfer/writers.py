@@ -23,9 +23,10 @@ from sglang_epd.wire import messages as wire
 _MAX_ARENAS = 64
 # Through which embeddings go to a remote engine, if the card must know the memory.
 STAGING_BYTES = 16 << 20
-# Twice as many as a language server has writes at a time (`sender`): one that is frozen leaves
-# others theirs.
-STAGING_BUFFERS = 8
+# To one language server.
+WRITES_AT_A_TIME = 4
+# A language server that is frozen leaves half of them to others.
+STAGING_BUFFERS = 2 * WRITES_AT_A_TIME
 
 
 class SharedWriter:

@@ -24,7 +24,12 @@ def test_without_variables_the_defaults_hold():
 
 
 def test_variables_are_read_by_their_types():
-    env = {"TOKEN": "secret", "MAX_BODY_MB": "7", "URL_CACHE_ENTRIES": "0", "STORE_TIMEOUT_MS": "9"}
+    env = {
+        "TOKEN": "secret",
+        "MEDIA_MAX_PIXELS": "7",
+        "URL_CACHE_ENTRIES": "0",
+        "STORE_TIMEOUT_MS": "9",
+    }
     env |= {
         "TELL_SOURCES": "off",
         "FINGERPRINT": "full",
@@ -32,7 +37,7 @@ def test_variables_are_read_by_their_types():
     }
     assert Settings.from_env({f"SGLANG_EPD_{name}": raw for name, raw in env.items()}) == Settings(
         token="secret",
-        max_body_mb=7,
+        media_max_pixels=7,
         url_cache_entries=0,
         store_timeout_ms=9.0,
         tell_sources=False,
@@ -85,8 +90,7 @@ WRONG = {
     "SGLANG_EPD_": ["x"],
     "SGLANG_EPD_REQUEST_TIMEOUT_S": ["soon", "", "0", "-1", "nan", "inf"],
     "SGLANG_ENCODER_RECV_TIMEOUT": ["0", "long"],
-    "SGLANG_EPD_MAX_BODY_MB": ["1.5", "0", "-1", "2G"],
-    "SGLANG_EPD_RECEIVE_BUDGET_MB": ["0", "2G"],
+    "SGLANG_EPD_RECEIVE_BUDGET_MB": ["1.5", "0", "-1", "2G"],
     "SGLANG_EPD_URL_CACHE_ENTRIES": ["-1", "few"],
     "SGLANG_EPD_SHARED_MEMORY": ["", "2", "maybe"],
 }
@@ -113,7 +117,7 @@ def test_every_variable_that_the_package_reads_is_known():
 @pytest.mark.parametrize(
     ("name", "value", "expected"),
     [
-        ("MAX_BODY_MB", "0", "whole number, at least 1"),
+        ("RECEIVE_BUDGET_MB", "0", "whole number, at least 1"),
         ("GRANT_TIMEOUT_S", "inf", "number, more than 0, less than 1e+12"),
         ("SHARED_MEMORY", "always", "on, off"),
         ("FINGERPRINT", "some", "samples, full"),

@@ -212,24 +212,6 @@ def _with(config: dict[str, object], **changed: object) -> dict[str, object]:
     return {**copy.deepcopy(config), **changed}
 
 
-@pytest.mark.parametrize(("model_type", "another"), [("kimi_k3", True), ("qwen_vl", False)])
-def test_models_that_are_laid_out_anew_have_another(checkpoint, monkeypatch, model_type, another):
-    checkpoint.config["model_type"] = model_type
-    now = checkpoint.namespace()
-    monkeypatch.setattr("sglang_epd.namespace._LAID_OUT_ANEW", set())
-    assert (checkpoint.namespace() != now) == another
-
-
-@pytest.mark.parametrize(("model_type", "another"), [("glm5_next", True), ("kimi_k3", False)])
-def test_models_whose_options_are_followed_have_another(
-    checkpoint, monkeypatch, model_type, another
-):
-    checkpoint.config["model_type"] = model_type
-    now = checkpoint.namespace()
-    monkeypatch.setattr("sglang_epd.namespace._FOLLOWING_OPTIONS", set())
-    assert (checkpoint.namespace() != now) == another
-
-
 @pytest.mark.parametrize(
     ("before", "after", "another"),
     [

@@ -98,8 +98,6 @@ class Settings(Struct, frozen=True, kw_only=True):
             use stay for the next request with the same image. They are evicted when their room is
             needed. Half of the budget unless given.
         grant_timeout_s [language]: How long an encoder may take from a grant to the payload.
-        max_body_mb [encoders]: Largest encode request; more than 64, and than
-            `SGLANG_EPD_MEDIA_MAX_MB`.
         encoder_max_items [encoders]: Items in work at a time; more are answered with 503. Items
             whose media are still being fetched are three quarters of them at most.
         encoder_queue_mb [encoders]: Encoded media in work at a time; more is answered with 503.
@@ -166,7 +164,6 @@ class Settings(Struct, frozen=True, kw_only=True):
     receive_budget_mb: Count | None = None
     embedding_cache_mb: Whole | None = None
     grant_timeout_s: Number = 30.0
-    max_body_mb: Count = 512
     encoder_max_items: Count = 1024
     encoder_queue_mb: Count | None = None
     decode_mb: Count | None = None

@@ -28,11 +28,6 @@ _LANGUAGE = ("lm_head", "language_model", "model.layers.", "model.embed_tokens",
 # Configurations' names of a tower, and of the language model, where it has one.
 TOWER_CONFIGS = ("vision_config", "audio_config")
 LANGUAGE_CONFIGS = ("text_config", "llm_config", "language_config")
-# Models of which this package's first layouts said too little for a prompt: what its stores and
-# encoders have of them is another tower's.
-_LAID_OUT_ANEW = {"dots3_note", "glm5_next", "kimi_k3", "mimo_v2"}
-# Models of which encoders follow options of items, which this package's first did not.
-_FOLLOWING_OPTIONS = {"glm4v", "glm4v_moe", "glm5_next", "minimax_m3_vl"}
 # What a checkpoint's configuration says of other things than its model; the language model
 # may be quantised on one server and not on the other.
 _INCIDENTAL = frozenset(
@@ -42,7 +37,7 @@ _INCIDENTAL = frozenset(
 
 def namespace(hf_config: Any, checkpoint: Checkpoint, dtype: str, processing: str = "") -> str:
     """A readable identity: architecture, dtype (and how weights are quantised as they are
-    loaded, and whether media are processed by options), and 16 hex digits.
+    loaded, and whether `--mm-process-config` is typed), and 16 hex digits.
 
     Args:
         dtype: of embeddings, without "torch.".
@@ -56,11 +51,8 @@ def namespace(hf_config: Any, checkpoint: Checkpoint, dtype: str, processing: st
     towers = {
         key: config[key] for key in ("architectures", "model_type", *TOWER_CONFIGS) if key in config
     }
-    model_type = config.get("model_type")
-    form: list[object] = [MAJOR]
-    form += ["layouts 2"] * (model_type in _LAID_OUT_ANEW)
-    form += ["options"] * (model_type in _FOLLOWING_OPTIONS)
-    digest.update(json.dumps([*form, dtype, towers], sort_keys=True, default=str).encode())
+    described = [MAJOR, dtype, towers]
+    digest.update(json.dumps(described, sort_keys=True, default=str).encode())
     joints = _joints(checkpoint.configs.get(CONFIG, {}))
     digest.update(json.dumps(joints, sort_keys=True).encode())
     for name in PROCESSOR_CONFIGS:

@@ -22,6 +22,7 @@ from sglang_epd.config import Settings
 from sglang_epd.encoder.pipeline.scheduling import BatchBounds
 from sglang_epd.encoder.server import (
     _batch,
+    _body_bytes,
     _Front,
     _housekeeping,
     _store_url,
@@ -59,13 +60,11 @@ def test_a_cache_size_that_is_no_number_is_refused(monkeypatch):
         cache_bytes(enabled=True)
 
 
-def test_an_encode_request_has_room_for_the_largest_item():
-    serving = SimpleNamespace(host="h", port=1, grpc_mode=False, smg_grpc_mode=False)
-    for body, largest in ((65, 64 << 20), (65, NO_LIMIT), (81, 80 << 20)):
-        _Front.of(Settings(max_body_mb=body), MediaLimits(max_bytes=largest), Trust(), serving)
-    for body, largest in ((64, 10 << 20), (80, 80 << 20)):
-        with pytest.raises(ConfigError, match=f"SGLANG_EPD_MAX_BODY_MB={body} has to be over 64"):
-            _Front.of(Settings(max_body_mb=body), MediaLimits(max_bytes=largest), Trust(), serving)
+@pytest.mark.parametrize(
+    ("largest", "taken"), [(64 << 20, 512), (NO_LIMIT, 512), (448 << 20, 512), (600 << 20, 664)]
+)
+def test_an_encode_request_has_room_for_the_largest_item(largest, taken):
+    assert _body_bytes(MediaLimits(max_bytes=largest)) == taken << 20
 
 
 @pytest.mark.parametrize(
@@ -117,11 +116,11 @@ def test_the_port_speaks_grpc_by_sglangs_flag_and_http_has_one_of_its_own(
 ):
     serving = SimpleNamespace(host="h", port=1, grpc_mode=grpc_mode, smg_grpc_mode=False)
     settings = Settings(encoder_http_port=http_port)
-    found = _Front.of(settings, MediaLimits(), Trust(certfile="a"), serving)
+    found = _Front.of(settings, Trust(certfile="a"), serving)
     assert (found.scheme, found.name, found.http_port) == front
     assert (found.sockets == []) == (found.http_port is None)
     serving.smg_grpc_mode, serving.grpc_mode = grpc_mode, False
-    assert _Front.of(settings, MediaLimits(), Trust(certfile="a"), serving) == found
+    assert _Front.of(settings, Trust(certfile="a"), serving) == found
 
 
 @pytest.mark.parametrize(
@@ -135,7 +134,7 @@ def test_the_port_speaks_grpc_by_sglangs_flag_and_http_has_one_of_its_own(
 def test_what_grpc_cannot_be_given_is_refused_by_name(grpc_mode, settings, said):
     serving = SimpleNamespace(host="h", port=1, grpc_mode=grpc_mode, smg_grpc_mode=False)
     with pytest.raises(ConfigError, match=f"^SGLANG_EPD_ENCODER{said}"):
-        _Front.of(Settings(**settings), MediaLimits(), Trust(), serving)
+        _Front.of(Settings(**settings), Trust(), serving)
 
 
 @pytest.mark.parametrize("url", ["language:8997", "http://user:pw@language:8997", "http://l/x"])

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import requests
 from PIL import Image
+from transformers import AutoTokenizer
 
 from integration.client import Client, data_url, image_part, text_part, until, user
 from integration.counters import status
@@ -196,6 +197,26 @@ def test_an_update_of_the_weights(
     assert answer.json()["success"], answer.text
     message = user(image_part(urls[1]), text_part("After the update?"))
     assert language.answer(message) == colocated.answer(message)
+
+
+def test_token_ids_that_were_expanded_already(
+    qwen2_5: Topology, language: Client, urls: list[str]
+) -> None:
+    """As a text that was. (One server may leave them unanswered, where it knows the image.)"""
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint(qwen2_5.model))
+    text = f"{IMAGE}What?".replace("<|image_pad|>", "<|image_pad|>" * 48)
+    body = {"image_data": [urls[0]], "sampling_params": GREEDY}
+    plain, *expanded = (
+        language.generate(**prompt, **body).json()
+        for prompt in (
+            {"text": f"{IMAGE}What?"},
+            {"text": text},
+            {"input_ids": tokenizer.encode(text)},
+        )
+    )
+    for answer in expanded:
+        assert answer["text"] == plain["text"]
+        assert answer["meta_info"]["prompt_tokens"] == plain["meta_info"]["prompt_tokens"]
 
 
 def test_media_that_are_preprocessed_only(language: Client) -> None:

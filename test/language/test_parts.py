@@ -254,6 +254,20 @@ def test_a_part_that_is_aborted_in_the_queue_does_not_stop_the_next_one(world):
     assert world.run(world.begin(30, "r.early-2"))
 
 
+def test_a_part_whose_request_is_aborted_leaves_the_queue(world):
+    """SGLang would release its media and run it all the same, in a prefill server's queue."""
+    other = world.come(Request("s", 40))
+    world.begin(20)
+    world.parts.abort(lambda rid: rid.startswith("r"))
+    assert world.scheduler.queue == [other]
+    assert world.scheduler.discarded == ["r.early-1"]
+    assert not world.parts.alive("r")
+    running = world.begin(30, "r.early-2")
+    world.run(running)
+    world.parts.abort(lambda _rid: True)
+    assert world.parts.alive("r"), "SGLang ends what runs"
+
+
 def test_an_aborted_part_is_not_answered_and_not_counted_as_computed(world):
     part = world.begin(20)
     world.run(part)

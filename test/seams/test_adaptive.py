@@ -20,7 +20,7 @@ from sglang_epd.errors import (
     RequestCancelledError,
     UnavailableError,
 )
-from sglang_epd.language import planner
+from sglang_epd.language import manifest, planner
 from sglang_epd.language.local_images import LocalImage
 from sglang_epd.observability.language import DecisionMetrics
 from sglang_epd.seams import adaptive, requests
@@ -124,7 +124,7 @@ class Manager:
                 for prompt in adaptive._prompts(obj):
                     if prompt.contains_mm_input() and self.to_scheduler:
                         prompt.need_wait_for_mm_inputs = True
-                        prompt.encoder_urls = ["a manifest"]
+                        manifest.attach(prompt, ["a manifest"])
                         ended = asyncio.get_running_loop().create_future()
                         self.frontend.live[prompt.rid] = ended
 
@@ -286,7 +286,8 @@ async def test_what_no_encoder_took_is_encoded_here(build, error):
     tokenized = await manager.tokenize(prompt)
     assert manager.images.deadline <= sent + TIMEOUT_S, "there is one deadline"
     assert tokenized.prompt.need_wait_for_mm_inputs is False
-    assert tokenized.prompt.encoder_urls is None
+    manifest.hand_on(prompt, request := SimpleNamespace(encoder_urls=None))
+    assert request.encoder_urls is None
     assert tokenized.mm_inputs.mm_items[0].identity == bytes(32)
     assert manager.counted() == {("remote", "items"): 1, ("local", "failed"): 1}
 

@@ -27,13 +27,13 @@ LAID_OUT = SimpleNamespace(input_ids=[1, 2, 3], mm_items=[])
 
 
 @pytest.fixture(autouse=True)
-def fields(sglang, monkeypatch):
-    """Those that `create_frontend` gives the class; they are taken away afterwards."""
+def field(sglang, monkeypatch):
+    """The one that `create_frontend` gives the class; it is taken away afterwards."""
     cls = sglang("managers.io_struct").EmbeddingReqInput
-    for name in ("need_wait_for_mm_inputs", "encoder_urls"):
-        assert not hasattr(cls, name), "SGLang has it itself by now"
-        monkeypatch.setattr(cls, name, None, raising=False)
-    embeddings.give_fields()
+    name = "need_wait_for_mm_inputs"
+    assert not hasattr(cls, name), "SGLang has it itself by now"
+    monkeypatch.setattr(cls, name, None, raising=False)
+    embeddings.give_field()
     # The stricter of SGLang's two encodings.
     monkeypatch.setattr(sglang("managers.io_struct"), "_USE_PICKLE_IPC", False)
 

@@ -120,9 +120,24 @@ def test_token_ids_are_not_used_where_another_modality_is_written_otherwise():
 
 def test_token_ids_are_taken_as_they_are():
     prompt = [1, IMAGE, IMAGE]
-    ids = _token_ids(processor(), prompt, {})
+    ids = _token_ids(processor(), prompt, {IMAGE: (NAMES[IMAGE], [1, 1])})
     assert ids == prompt
     assert ids is not prompt
+
+
+@pytest.mark.parametrize(
+    ("ids", "read_as"),
+    [
+        ([1, IMAGE, IMAGE, IMAGE, 2, AUDIO, AUDIO, 3], [1, IMAGE, 2, AUDIO, 3]),
+        ([IMAGE, IMAGE, 7, 7, VIDEO, AUDIO, AUDIO], [IMAGE, 7, 7, VIDEO, AUDIO]),
+        # What is left out otherwise is told later.
+        ([IMAGE, IMAGE, 2, IMAGE, AUDIO], [IMAGE, 2, IMAGE, AUDIO]),
+    ],
+)
+def test_token_ids_that_were_expanded_already(ids, read_as):
+    """As a colocated server reads them."""
+    items = {token: (NAMES[token], [1]) for token in NAMES}
+    assert _token_ids(processor(), ids, items) == read_as
 
 
 @pytest.mark.parametrize("empty", ["", []])
@@ -230,7 +245,7 @@ def test_with_times_the_result_is_the_in_tree_one(sglang):
     assert ours.build_input_ids_with_timestamps(*arguments) == theirs
 
 
-@pytest.mark.parametrize("prompt", [[], [VIDEO, VIDEO], [IMAGE]])
+@pytest.mark.parametrize("prompt", [[], [VIDEO, 7, VIDEO], [IMAGE]])
 def test_with_times_too_another_number_is_the_users_error(prompt):
     with pytest.raises(MediaError, match="placeholders for"):
         timed().build_input_ids_with_timestamps(

@@ -72,10 +72,14 @@ def test_a_rank_that_takes_nothing_in_says_so_still(seam):
     ("rid", "abort_all", "abandoned"),
     [("a", False, ["a", "ab"]), ("b", False, ["b"]), ("", True, ["a", "ab", "b"])],
 )
-def test_an_abort_gives_up_the_requests_that_it_names(seam, leader, rid, abort_all, abandoned):
+def test_an_abort_gives_up_the_requests_and_parts_that_it_names(leader, rid, abort_all, abandoned):
     leader.waiting = [request("a"), request("ab"), request("b")]
+    queued: list[str] = []
+    named = SimpleNamespace(abort=lambda named: queued.extend(filter(named, ("ab.early-1", "b"))))
+    seam = SchedulerSeam(leader=leader, parts=named)
     seam.abort_waiting_requests(SimpleNamespace(rid=rid, abort_all=abort_all))
     assert leader.abandoned == abandoned
+    assert queued == [one for one in ("ab.early-1", "b") if abort_all or one.startswith(rid)]
 
 
 def place(**more: int) -> dict[str, object]:
@@ -168,7 +172,7 @@ def test_later_stages_are_told_of_parts_ahead_of_a_ticks_requests(heard, untidy,
     first = SchedulerSeam(
         SimpleNamespace(sort_out=lambda requests: (requests, [failure])),
         gate=Gate(order, untidy=untidy),
-        parts=(parts := SimpleNamespace(heard=heard)),
+        parts=(parts := SimpleNamespace(stages=True, heard=heard)),
     )
     (*before, last), failed = first.process_waiting_requests([text])
     assert (last, failed, parts.heard) == (text, [failure], [])
@@ -184,7 +188,12 @@ def test_later_stages_are_told_of_parts_ahead_of_a_ticks_requests(heard, untidy,
 
 
 def test_with_one_stage_nothing_is_told(leader):
-    seam = SchedulerSeam(SimpleNamespace(sort_out=lambda all: (all, [])), leader)
+    seam = SchedulerSeam(
+        SimpleNamespace(sort_out=lambda all: (all, [])),
+        leader,
+        gate=Gate([], untidy=True),
+        parts=SimpleNamespace(stages=False, heard=[]),
+    )
     assert seam.process_waiting_requests([text := request("t", None)]) == ([text], [])
 
 

@@ -19,7 +19,7 @@ from sglang_epd.errors import (
     RequestCancelledError,
     UnavailableError,
 )
-from sglang_epd.language import reading
+from sglang_epd.language import manifest, reading
 from sglang_epd.language.layouts import Board, Slot
 from sglang_epd.seams import rundir
 from sglang_epd.seams.tokenizer import TokenizerSeam
@@ -159,7 +159,21 @@ def test_each_prompt_of_a_batch_is_a_request(seam, frontend):
     seam.send_encode_request(Batch(with_image, without, other))
     assert [(rid, data) for rid, data, _ in frontend.started] == [("a", [b"1"]), ("c", [b"2"])]
     assert without.need_wait_for_mm_inputs is None
-    assert without.encoder_urls is None
+    for prompt in (with_image, without, other):
+        carried = SimpleNamespace(encoder_urls=None)
+        assert seam.carry(lambda _manager, _prompt, one=carried: one, None, prompt) is carried
+        assert (carried.encoder_urls is None) == (prompt is without)
+
+
+def test_what_sglang_logs_of_a_request_has_no_manifest(sglang, seam):
+    request = sglang("managers.io_struct").GenerateReqInput(text="a", image_data=[b"1"], rid="r")
+    request.normalize_batch_and_arguments()
+    seam.send_encode_request(request)
+    manifest.hand_on(request, carried := SimpleNamespace(encoder_urls=None))
+    assert manifest.read_expect(carried.encoder_urls, rundir.secret()).items == 1
+    logged = sglang("utils.request_logger")._dataclass_to_string_truncated(request, 1 << 30)
+    assert carried.encoder_urls[0] not in logged
+    assert "encoder_urls=None" in logged
 
 
 def test_a_batch_with_one_bad_prompt_starts_nothing(seam, frontend):

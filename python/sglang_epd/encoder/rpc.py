@@ -32,6 +32,8 @@ _HANDSHAKE_S, _IDLE_S = 20, 75
 # Of a body that was refused: how long nothing may come of it, and how long all of it may take,
 # before its asker is answered all the same.
 _REST_SILENCE_S, _REST_S = 1.0, 30.0
+# The largest bound on a message that gRPC takes.
+_MOST_BYTES = 2**31 - 1
 # Of reflection: bytes of a question, and how long one asker's take.
 _QUESTION_BYTES, _QUESTIONS_S = 4096, 5.0
 
@@ -82,7 +84,7 @@ class RpcServer:
     ) -> None:
         self._answering = answering
         options = [
-            ("grpc.max_receive_message_length", answering.max_body_bytes),
+            ("grpc.max_receive_message_length", min(answering.max_body_bytes, _MOST_BYTES)),
             ("grpc.max_send_message_length", -1),
             ("grpc.server_handshake_timeout_ms", _HANDSHAKE_S * 1000),
             ("grpc.max_connection_idle_ms", _IDLE_S * 1000),

@@ -69,6 +69,7 @@ _DESCRIPTORS = 65_535
 _HOUSEKEEPING_S = 10.0
 _TURNS_UNDER_LOAD = 30
 _CACHE_MB = 4096
+_BODY_BYTES = 512 << 20
 
 
 def launch(server_args: Any) -> None:
@@ -98,7 +99,7 @@ def launch(server_args: Any) -> None:
     # Before the towers, which take long: unusable settings are reported now.
     trust.server_ssl()
     tls = trust.client_ssl()
-    front = _Front.of(settings, limits, trust, serving)
+    front = _Front.of(settings, trust, serving)
     own_url = advertised_url(settings.encoder_advertise_url, front.scheme)
     registries = [
         checked_url("--encoder-register-urls", url) for url in get_disagg().encoder_register_urls
@@ -156,7 +157,7 @@ def launch(server_args: Any) -> None:
                 "encoder_only": True,
                 **emulated.mark(),
             }
-            answering = Answering(service, metrics, trust, settings.max_body_mb << 20, begin_span)
+            answering = Answering(service, metrics, trust, _body_bytes(limits), begin_span)
             rpc_server = front.rpc_server(answering, settings)
             house = _housekeeping(service, sender, towers, metrics, rpc_server)
             config = uvicorn.Config(
@@ -207,21 +208,12 @@ class _Front:
     http_port: int | None
 
     @classmethod
-    def of(cls, settings: Settings, limits: MediaLimits, trust: Trust, serving: Any) -> _Front:
+    def of(cls, settings: Settings, trust: Trust, serving: Any) -> _Front:
         """By the flags.
 
         Raises:
-            ConfigError: a setting is no network, or would have no effect, or language servers'
-                encode requests would be refused for their size.
+            ConfigError: a setting is no network, or would have no effect.
         """
-        # A language server sends so many of several items, or one item.
-        largest_mb = 0 if limits.max_bytes == NO_LIMIT else limits.max_bytes / 2**20
-        if settings.max_body_mb <= max(largest_mb, MOST_MB):
-            raise ConfigError(
-                f"SGLANG_EPD_MAX_BODY_MB={settings.max_body_mb} has to be over {MOST_MB}, and over "
-                f"the largest item ({largest_mb:g}, by SGLANG_EPD_MEDIA_MAX_MB or "
-                "--media-url-max-file-size-mb)"
-            )
         place = f"{serving.host}:{serving.port}"
         for network in settings.encoder_push_networks:
             try:
@@ -313,6 +305,13 @@ def _spans() -> Callable[[Mapping[str, str]], Span]:
     if get_global_trace_level() <= 0 or "request" not in modules.split(","):
         return lambda _headers: OFF
     return partial(spans.begin, "epd_encode")
+
+
+def _body_bytes(limits: MediaLimits) -> int:
+    """The largest encode request that is taken: a language server sends `MOST_MB` of several items,
+    or one item."""
+    largest = 0 if limits.max_bytes == NO_LIMIT else limits.max_bytes
+    return max(_BODY_BYTES, largest + (MOST_MB << 20))
 
 
 def _open_store(settings: Settings, metrics: EncoderMetrics) -> SharedStore | None:

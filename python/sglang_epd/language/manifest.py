@@ -5,6 +5,8 @@ copies it to every sample of an n > 1 request, and broadcasts it to the other ra
 put one string in it: from the tokenizer, which ticket the items come under; from the
 rank that leads a group of schedulers, the outcome of them. A request for an embedding of a
 prompt has no such field; there the string is one of its sampling parameters, `custom_params`.
+Until SGLang makes a scheduler's request of a prompt, the string stands beside the prompt's own
+fields, which SGLang logs (`--log-requests`) and exports.
 
 `encoder_urls` is a field of SGLang's public API, so a user may have written it. Our
 string carries a code made with a secret that only this server's processes share.
@@ -33,6 +35,7 @@ from sglang_epd.wire.messages import (
 _CODE_BYTES = 32
 # Among the `custom_params` of a request for an embedding.
 _PARAMETER = "sglang_epd_manifest"
+_ATTRIBUTE = "_sglang_epd_manifest"
 
 
 def name(request: Any) -> str:
@@ -50,6 +53,18 @@ def waits(request: Any) -> bool:
     if hasattr(request, "encoder_urls"):
         return bool(request.need_wait_for_mm_inputs)
     return carried(request) is not None
+
+
+def attach(prompt: Any, manifest: list[str] | None) -> None:
+    """Put this manifest beside SGLang's fields of a prompt; None for no longer any."""
+    setattr(prompt, _ATTRIBUTE, manifest)
+
+
+def hand_on(prompt: Any, request: Any) -> None:
+    """Have a scheduler's request carry what stands beside its prompt."""
+    manifest: list[str] | None = getattr(prompt, _ATTRIBUTE, None)
+    if manifest is not None:
+        carry(request, manifest)
 
 
 def carried(request: Any) -> list[str] | None:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -55,9 +55,9 @@ class Parts:
         page: tokens of a page of KV.
         tally: counts parts, on the rank that leads.
         always: whether every part is worth it.
-        stages: whether there are later pipeline stages to be told.
 
     Attributes:
+        stages: whether there are later pipeline stages to be told.
         broken: whether a part's prompt could not be laid out; there are no more then.
         heard: what later stages have not been told of yet: methods of theirs, and arguments.
     """
@@ -73,7 +73,7 @@ class Parts:
         stages: bool = False,
     ) -> None:
         self._always = always
-        self._stages = stages
+        self.stages = stages
         self.heard: list[tuple[Any, ...]] = []
         self._tree = tree
         self._queue = queue
@@ -208,6 +208,13 @@ class Parts:
         if len(settled) > _MAX_SETTLED:
             del self._courses[settled[0]]
 
+    def abort(self, named: Callable[[str], bool]) -> None:
+        """Requests of such ids are aborted, before SGLang looks at its queues: it would release a
+        part's media, and leave it in the queue of a prefill server."""
+        for request, course in list(self._parts.items()):
+            if not course.over and named(request.rid) and self._queue.remove(request):
+                self._drop(request, course, "withdrawn")
+
     def forget(self, name: str) -> None:
         """A request has failed: another of that name has nothing of its parts."""
         if self._courses.pop(name, None) is not None:
@@ -268,7 +275,7 @@ class Parts:
             self._token_s = min(self._token_s or took_of_token, took_of_token)
 
     def _hear(self, *call: Any) -> None:
-        if self._stages:
+        if self.stages:
             self.heard.append(call)
 
     def _whole(self, request: Any) -> int:

@@ -38,6 +38,7 @@ from sglang_epd.errors import (
     OverloadedError,
     UnavailableError,
 )
+from sglang_epd.language import manifest
 from sglang_epd.language.frontend import Frontend
 from sglang_epd.language.local_images import LocalImages
 from sglang_epd.language.planner import plan
@@ -180,7 +181,7 @@ class Adaptive:
         logger.warning("Encoding %s here: %s", prompt.rid, reason)
         self._count("local", "failed")
         prompt.need_wait_for_mm_inputs = False
-        prompt.encoder_urls = None
+        manifest.attach(prompt, None)
         return await self._here(original, manager, prompt, items, request.deadline)
 
     async def _here(

@@ -101,12 +101,16 @@ def _token_ids(
     """The prompt's token ids, with one placeholder an item if it can be read that way.
 
     A run of image placeholders is as many images side by side if that is how many there
-    are, else one image that was expanded already.
+    are, else one image that was expanded already. In token ids, a run of any placeholder.
     """
     if not prompt and hasattr(processor, _TRANSCRIPTION):
         prompt = getattr(processor, _TRANSCRIPTION)(prompt)
     if not isinstance(prompt, str):
-        return list(prompt)
+        expanded = {
+            token for token, (_, counts) in items.items() if prompt.count(token) > len(counts)
+        }
+        pairs = zip(prompt, [None, *prompt], strict=False)
+        return [token for token, before in pairs if token != before or token not in expanded]
     ids: list[int] = processor._tokenizer.encode(prompt)
     tokens = processor.mm_tokens
     image_id: Any = getattr(processor, MODALITIES[IMAGE].placeholder, None)

@@ -65,7 +65,7 @@ class SchedulerSeam:
         leader: on the rank that takes requests in; None on the others.
         gate: where requests wait that the prefix cache was asked about.
         stager: on a device, copies embeddings to it.
-        parts: of prompts, with several pipeline stages: later ones hear what the first does.
+        parts: of prompts; later pipeline stages hear what the first does with them.
     """
 
     # For the CPU platform: no need to poll for embeddings.
@@ -103,7 +103,7 @@ class SchedulerSeam:
         for request, *_ in failed:
             # SGLang sends this along where the model makes embeddings, and cannot send None.
             request.embedding = []
-        if self._parts is not None and (self._parts.heard or tidied):
+        if self._parts is not None and self._parts.stages and (self._parts.heard or tidied):
             heard, self._parts.heard = stages.Heard(self._parts.heard), []
             return [heard, *ready], failed
         return ready, failed
@@ -116,8 +116,14 @@ class SchedulerSeam:
 
     def abort_waiting_requests(self, recv_req: Any) -> None:
         """Give up the requests that an `AbortReq` names (all whose id starts with its)."""
+
+        def named(rid: str) -> bool:
+            return bool(recv_req.abort_all or rid.startswith(recv_req.rid))
+
         if self._leader is not None:
-            self._leader.abandon(lambda rid: recv_req.abort_all or rid.startswith(recv_req.rid))
+            self._leader.abandon(named)
+        if self._parts is not None:
+            self._parts.abort(named)
 
 
 def _relay(elsewhere: range) -> Relay | None:
@@ -250,8 +256,7 @@ def create_backend(
         parts=parts,
         lay_out_part=inputs.make_part,
     )
-    told = parts if parallel.pp_size > 1 else None
-    return SchedulerSeam(backend, leader, gate, staging.connect(arena), told)
+    return SchedulerSeam(backend, leader, gate, staging.connect(arena), parts)
 
 
 def _wake(sleeper: Any, claims: zmq.Socket[bytes], in_parts: Early | None) -> None:

@@ -8,7 +8,8 @@ for each request with media, before it tokenizes, or, with
 the backend zmq_to_tokenizer, `await recv_mm_data(...)` for each prompt while it does;
 `abort_request(rid)` when a request is over early, or, before a scheduler has it,
 `_release_req_states_on_failure(request_states)`, by their ids; `_tokenize_one_request(obj)` for
-each prompt, when neither a pause nor an update of weights holds it back;
+each prompt, when neither a pause nor an update of weights holds it back, which ends with
+`_create_tokenized_object(obj, ...)`;
 `_wait_one_response(obj, request)`, which yields its answers; and
 `_handle_abort_finish_reason(out, state, is_stream)` when the scheduler ended it. The live
 requests are in its `rid_to_state`, each with its `obj`, and `dispatched` once a scheduler has it.
@@ -157,8 +158,15 @@ class TokenizerSeam:
 
     # After `_init_req_state`.
     noted = staticmethod(noted)
-    # Around `_create_tokenized_object`.
-    carry = staticmethod(embeddings.carry)
+
+    @staticmethod
+    def carry(
+        original: Callable[..., Any], manager: Any, obj: Any, *args: Any, **options: Any
+    ) -> Any:
+        """Around `_create_tokenized_object`: the manifest goes along."""
+        tokenized = original(manager, obj, *args, **options)
+        manifest.hand_on(obj, tokenized)
+        return tokenized
 
     def send_encode_request(
         self, obj: Any, time_stats_json: str | None = None, on_dispatch_error: Any = None
@@ -179,7 +187,7 @@ class TokenizerSeam:
         reading.forget()
         for prompt, expect in zip(prompts, expected, strict=True):
             prompt.need_wait_for_mm_inputs = True
-            prompt.encoder_urls = manifest.write(expect, self._secret)
+            manifest.attach(prompt, manifest.write(expect, self._secret))
 
     def read_first(
         self, original: Any, manager: Any, obj: Any, *args: Any, **options: Any
@@ -400,7 +408,7 @@ def create_frontend(
 
     settings = Settings.from_env()
     logs.install()
-    embeddings.give_fields()
+    embeddings.give_field()
     checkpoint = served(whole=settings.fingerprint == "full")
     form = str(dtype).removeprefix("torch.")
     identity = namespace(hf_config, checkpoint, form, processing())

@@ -83,7 +83,8 @@ class Settings(Struct, frozen=True, kw_only=True):
         encoder_wait_s [language]: How long a request waits where no encoder is left to ask; then
             it gets 503.
         encoder_timeout_s [language]: How long one encoder may take for its share of a request
-            before others are asked. Unless given, half of the deadline above if that is longer.
+            before others are asked, if there is one that has room. Unless given, half of the
+            deadline above if that is longer.
         prefill_early [language]: Whether a prompt's beginning is prefilled while its later media
             are still being encoded: `auto` where a part is large and the server has nothing else
             to prefill, `on` for every part, `off` for none.

@@ -41,6 +41,7 @@ _SCHEDULER = "sglang.srt.managers.scheduler"
 _STAGES = "sglang.srt.managers.scheduler_pp_mixin"
 _RECEIVER = "sglang.srt.managers.scheduler_components.request_receiver"
 _OUTPUTS = "sglang.srt.managers.scheduler_components.output_streamer"
+_LOADS = "sglang.srt.managers.scheduler_components.load_inquirer"
 _POLICY = "sglang.srt.managers.schedule_policy"
 _BATCH = "sglang.srt.managers.schedule_batch"
 _MULTIMODAL = "sglang.srt.managers.mm_schedule"
@@ -148,6 +149,7 @@ HOOKS = (
     Hook(
         _ALLOCATOR, "BaseTokenToKVPoolAllocator.evict_to_free_tokens", "around", prefix.free_tokens
     ),
+    Hook(_LOADS, "SchedulerLoadInquirer.get_loads", "after", prefix.count_held),
     Hook(_ROLE_SWITCH, "_reject_reason", "around", prefix.refuse_switch),
     # ... schedulers, --pp-size: embeddings stay with the first stage.
     Hook(_STAGES, "SchedulerPPMixin._pp_send_pyobj_to_next_stage", "around", stages.send),

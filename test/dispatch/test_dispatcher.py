@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import random
 import sys
@@ -266,6 +267,45 @@ async def test_an_encoder_that_takes_too_long_is_not_the_only_one(two, dispatch)
     slow, other = two
     slow.hangs()
     await dispatch(urls(two), 1, patience=Patience(1.0, 0.1))
+    assert other.items == [0]
+
+
+@pytest.mark.parametrize("other", ["none", "full", "silent"])
+async def test_an_encoder_that_takes_too_long_is_waited_for_where_there_is_no_other(
+    two, run, other
+):
+    slow, idle = two
+    done = asyncio.Event()
+
+    async def deliver_in_the_end(request):
+        await done.wait()
+        return await slow.deliver(request)
+
+    slow.answer = deliver_in_the_end
+    pool = ready(*urls(two)) if other != "none" else ready(slow.url)
+    if other == "full":
+        with contextlib.suppress(OverloadedError), pool.attempt(idle.url, 1.0):
+            raise OverloadedError("full")
+    elif other == "silent":
+        pool.failed(idle.url, "silent")
+    running = asyncio.create_task(run(pool, 1, patience=Patience(1.0, 0.1)))
+    await asyncio.sleep(0.4)
+    assert not running.done()
+    done.set()
+    await running
+    assert (slow.items, idle.items) == ([0], [])
+    assert pool.state(slow.url) is Health.READY
+
+
+async def test_an_encoder_that_takes_too_long_is_passed_over_once_another_has_come(two, run):
+    slow, other = two
+    slow.hangs()
+    pool = ready(slow.url)
+    running = asyncio.create_task(run(pool, 1, patience=Patience(1.0, 0.1)))
+    await asyncio.sleep(0.3)
+    pool.add(other.url)
+    pool.heard(other.url, Report("ns"))
+    await running
     assert other.items == [0]
 
 

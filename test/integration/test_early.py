@@ -94,6 +94,8 @@ def test_an_aborted_request_leaves_nothing(
     with ThreadPoolExecutor(1) as pool:
         answer = pool.submit(qwen2_5.client().chat, *late.messages, rid="an early one")
         late.wait()
+        (load,) = requests.get(f"{late.url}/v1/loads", timeout=20).json()["loads"]
+        assert load["num_waiting_reqs"] == 1, "routers do not see it"
         requests.post(f"{late.url}/abort_request", json={"rid": "an early one"}, timeout=20)
         assert answer.result().status_code >= 400
     site.released.set()

@@ -188,9 +188,11 @@ def settled(*items: Landed, error: EpdError | None = None) -> Settled:
 
 
 def test_a_request_is_held_back_until_its_items_are_there(leader, claims, memory):
-    waiting = request()
+    waiting = request(input_ids=[1, 2])
+    assert leader.load() == (0, 0)
     assert leader.pass_on([waiting]) == []
     assert leader.waiting == [waiting]
+    assert leader.load() == (1, 2 + sum(layout.tokens for layout in EXPECT.layouts))
     assert list(claims.claims.values()) == [EXPECT]
     assert leader.pass_on([]) == []
 
@@ -200,6 +202,7 @@ def test_a_request_is_held_back_until_its_items_are_there(leader, claims, memory
     assert passed is waiting
     assert outcome(passed).items == (item,)
     assert leader.waiting == []
+    assert leader.load() == (0, 0)
     assert leader.pass_on([]) == []
 
 

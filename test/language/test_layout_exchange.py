@@ -12,6 +12,7 @@ import pytest
 from aiohttp import web
 
 from sglang_epd.errors import DeadlineError, MediaTooLargeError
+from sglang_epd.language import layout_exchange
 from sglang_epd.language.layout_exchange import PATH, LayoutClient, LayoutRoute, authorization
 from sglang_epd.language.layouts import Board
 from sglang_epd.trust import Trust
@@ -141,12 +142,32 @@ async def test_where_no_token_is_set_none_is_asked_for(board, serve, client, des
     assert await client.ask("127.0.0.1", await serve(trust=Trust()), ROOM) == [described()]
 
 
-async def test_a_server_that_is_not_ours_knows_nothing(serve, client, unused_tcp_port):
+async def test_a_server_that_is_not_ours_knows_nothing(serve, client, unused_tcp_port, monkeypatch):
+    monkeypatch.setattr(layout_exchange, "_UNANSWERED_S", 0.0)
     app_without_the_route = await serve()
     assert await client.ask("127.0.0.1", unused_tcp_port, ROOM) is None
     assert await client.ask("no such host", app_without_the_route, ROOM) is None
     assert await client.ask("127.0.0.1", -5, ROOM) is None
     assert await client.ask("127.0.0.1", app_without_the_route, -1) is None
+
+
+async def test_a_server_that_does_not_answer_is_asked_again(
+    board, client, described, unused_tcp_port
+):
+    """One that a fetch by this server's own loader would take the place of."""
+    board.open(ROOM, TTL_S).learnt([described()])
+    asking = asyncio.create_task(client.ask("127.0.0.1", unused_tcp_port, ROOM))
+    await asyncio.sleep(0.2)
+    assert not asking.done()
+    app = web.Application()
+    app.router.add_get(PATH, LayoutRoute(board, Trust("secret")).handle)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, "127.0.0.1", unused_tcp_port).start()
+        assert await asking == [described()]
+    finally:
+        await runner.cleanup()
 
 
 @pytest.mark.parametrize("status", [200, 302, 500])

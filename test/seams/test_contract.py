@@ -65,6 +65,8 @@ disaggregation.encoder.server
         _embedding_dtype _embedding_dims profiler)
 distributed.device_communicators.mooncake_transfer_engine
     seams/receiving and encoder/server: MooncakeTransferEngine(hostname engine)
+managers.load_snapshot
+    seams/prefix: LoadSnapshot(num_waiting_reqs num_total_tokens num_active_tokens)
 managers.io_struct
     seams/adaptive: GenerateReqInput(image_data stream background)
     seams/adaptive: TokenizedGenerateReqInput(mm_inputs)

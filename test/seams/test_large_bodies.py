@@ -13,9 +13,11 @@ import aiohttp
 import pytest
 
 from seams.conftest import listening
+from sglang_epd.language.layouts import Board
 from sglang_epd.seams import large_bodies
 from sglang_epd.seams.large_bodies import MANY_MEDIA, MOST_PARTS, count_parts
 from sglang_epd.seams.tokenizer import TokenizerSeam
+from sglang_epd.wire.http import LayoutReply, decode_body
 
 # SGLang's answers to errors are made with a class that FastAPI deprecates.
 pytestmark = pytest.mark.filterwarnings("ignore:ORJSONResponse is deprecated")
@@ -157,6 +159,26 @@ async def test_a_request_has_a_most_of_parts(post, serving):
         f"a request has at most {MOST_PARTS} messages, parts and media",
     )
     assert list(serving.begun) == ["most"]
+
+
+async def test_a_decode_server_hears_that_a_request_was_refused(post, serving, monkeypatch):
+    """Or it would wait, and then fetch the media of a prompt that is never prefilled."""
+    board = serving.seam.layouts = Board()
+    first = asyncio.create_task(post(many("a")))
+    await serving.until(lambda: bool(serving.inside))
+    monkeypatch.setattr(large_bodies, "MOST_WAITING", 0)
+    text = {"type": "text", "text": "x"}
+    for room, body, code in (
+        (5, many("b"), "UnavailableError"),
+        ([6, "7"], many("c", text, MOST_PARTS), "MediaTooLargeError"),
+        ("8", many("d"), ""),
+    ):
+        await post(json.dumps({**json.loads(body), "bootstrap_room": room}).encode())
+        slot = board.look(room[0] if isinstance(room, list) else room)
+        told = decode_body(slot.body, LayoutReply, 1 << 20).error.code if slot else ""
+        assert told == code
+    serving.go.set()
+    assert (await first)[0] == 200
 
 
 @pytest.mark.parametrize(("name", "value"), [("LONGEST_WAIT_S", 0.05), ("MOST_WAITING", 0)])

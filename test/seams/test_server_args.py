@@ -33,6 +33,7 @@ SERVED = {
     "encoder_urls": ["http://encoder:30000"],
     "device": "cpu",
     "mm_feature_transport": None,
+    "enable_broadcast_mm_inputs_process": False,
 }
 TOWER = SimpleNamespace(vision_config=SimpleNamespace(num_heads=16))
 GEMMA = "Gemma3ForConditionalGeneration"
@@ -278,6 +279,17 @@ def test_language_servers_have_no_pool_for_features(sglang, typed, transport):
         overrides.declare_resolution(record, "model", mm_feature_transport="cuda_ipc")
     server_args._keep_no_features(record)
     assert overrides.resolving_view(record).mm_feature_transport == transport
+
+
+@pytest.mark.parametrize("role", ["language_only", "encoder_only"])
+def test_ranks_of_language_servers_send_each_other_no_inputs(sglang, caplog, role):
+    overrides = sglang("arg_groups.overrides")
+    flags = {role: True, "enable_broadcast_mm_inputs_process": True}
+    record = sglang("server_args").ServerArgs(model_path="a", **flags)
+    server_args._broadcast_no_inputs(record)
+    left = overrides.resolving_view(record).enable_broadcast_mm_inputs_process
+    assert left is (role == "encoder_only")
+    assert len(caplog.messages) == (role == "language_only")
 
 
 def test_each_server_of_a_process_has_a_run_of_its_own(resolve, monkeypatch):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import resource
 import threading
@@ -78,6 +79,29 @@ async def test_a_sweep_takes_what_was_not_used_for_longest(store: FolderStore, r
     left = files(root)
     assert 5000 <= sum(path.stat().st_size for path in left) <= 10_000
     assert left == sorted(paths[-len(left) :])
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+async def test_where_the_disk_is_full_the_oldest_make_room(
+    store: FolderStore, root: Path, monkeypatch: pytest.MonkeyPatch, number: int
+):
+    """Below the store's own bound."""
+    paths = [store._path(name(number)) for number in range(5)]
+    for age, path in enumerate(reversed(paths)):
+        store._write(path, [memoryview(bytes(1000))])
+        aged(path, 10 + age)
+    abandoned = paths[0].parent / ".x.part"
+    abandoned.write_bytes(b"half")
+    aged(abandoned, 7200)
+    store._swept_at = time.monotonic()
+
+    def full(*_arguments: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(store, "_write", full)
+    with pytest.raises(StoreError):
+        await put(store, 9)
+    await until(lambda: files(root) == sorted(paths[1:]))
 
 
 async def test_a_hit_makes_a_file_used(store: FolderStore):

@@ -871,6 +871,15 @@ def test_memory_of_an_encoder_that_is_seen_to_live_is_kept_for_as_long_as_it_doe
     assert block.state is BlockState.FREE
 
 
+def test_an_encoder_with_many_blocks_is_looked_for_once(books, monkeypatch):
+    """Each look reads /proc, and housekeeping is every 5 ms."""
+    looks: list[str] = []
+    monkeypatch.setattr(books.reservations, "_writer_lives", looks.append)
+    blocks = [quarantined(books) for _ in range(3)]
+    books.reservations.reclaim(0.0)
+    assert looks == [blocks[0].offer.process]
+
+
 def test_what_an_ended_encoder_sent_is_not_written_to_anothers_memory(books):
     """Of its connection by Mooncake over TCP the system may still have bytes."""
     books.seen = True

@@ -22,7 +22,7 @@ from typing import Any
 
 from sglang_epd.dispatch.client import EncoderClient
 from sglang_epd.dispatch.policies import ItemCost, Policy, RetryBudget, pause
-from sglang_epd.dispatch.pool import Pool, Snapshot, View, usable
+from sglang_epd.dispatch.pool import Health, Pool, Snapshot, View, usable
 from sglang_epd.errors import (
     DeadlineError,
     EncodeError,
@@ -62,6 +62,8 @@ _AT_ONCE = 1024
 # An encoder that probes find well may fail its requests all the same: after so many returns a
 # pause is not cut short by what is heard of it.
 _HASTY_RETURNS = 3
+# How often another encoder is looked for, when one has taken too long.
+_LOOK_S = 0.5
 _TOO_LATE = "the request's deadline passed before its media were encoded"
 
 
@@ -403,7 +405,8 @@ class Dispatcher:
         """The encoder's answer, unless it is given up before.
 
         Raises:
-            UnavailableError: it is out of reach, was found to be silent, or took too long.
+            UnavailableError: it is out of reach, was found to be silent, or took too long while
+                another one could be asked.
         """
         ttl_s = run.left_s
         if ttl_s <= 0:
@@ -414,16 +417,35 @@ class Dispatcher:
         span.note(request_id=request.request_id)
         patches = sum(run.progress[item.item].work.patches for item in items)
         with self._pool.attempt(url, patches) as given_up:
+            waited_s = min(self._patience.attempt_s, ttl_s + 1.0)
             try:
-                async with asyncio.timeout(min(self._patience.attempt_s, ttl_s + 1.0)) as limit:
+                async with asyncio.timeout(ttl_s + 1.0) as limit:
                     given_up.add_done_callback(partial(_end, limit))
-                    return await self._client.encode(url, request, span.headers)
+                    passing = asyncio.create_task(self._pass_over(run, items, waited_s, limit))
+                    try:
+                        return await self._client.encode(url, request, span.headers)
+                    finally:
+                        passing.cancel()
             except TimeoutError:
                 if given_up.done():
                     raise UnavailableError(f"encoder {url} does not answer any more") from None
                 raise UnavailableError(
-                    f"encoder {url} had no answer within {self._patience.attempt_s:g} s"
+                    f"encoder {url} had no answer within {waited_s:g} s"
                 ) from None
+
+    async def _pass_over(
+        self, run: _Run, items: list[EncodeItem], after_s: float, limit: asyncio.Timeout
+    ) -> None:
+        """End the limit of an encoder that has these items, after so long, as soon as one that
+        has not had them could take them. Until then it has done more of them than any other."""
+        tried = frozenset.intersection(*(run.progress[item.item].tried for item in items))
+        while True:
+            await asyncio.sleep(after_s)
+            views = self._candidates(tried)
+            if any(view.state is Health.READY and not view.busy for view in views):
+                break
+            after_s = _LOOK_S
+        limit.reschedule(0.0)
 
 
 def _requests(share: list[EncodeItem]) -> Iterator[list[EncodeItem]]:

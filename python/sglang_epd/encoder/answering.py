@@ -112,7 +112,9 @@ class Answering:
                 with logs.about(asked.asker or asked.request_id):
                     reply = await self._until_gone(exchange, asked, room, span)
         except EpdError as error:
-            logger.warning("Refused an encode request: %s (%s)", error, error.code)
+            # Of a full encoder there are hundreds a second, which language servers send again.
+            level = logging.DEBUG if isinstance(error, OverloadedError) else logging.WARNING
+            logger.log(level, "Refused an encode request: %s (%s)", error, error.code)
             span.fail(error.code, error.message)
             self.metrics.refusals.labels(error.code).inc()
             drop_frames(error)  # they have the media

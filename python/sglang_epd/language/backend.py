@@ -124,6 +124,14 @@ class Leader:
         """The requests that wait."""
         return [claim.request for claim in self._open.values() if claim.request is not None]
 
+    def load(self) -> tuple[int, int]:
+        """How many requests wait, and the tokens of their prompts, as far as they are known."""
+        claims = [claim for claim in self._open.values() if claim.request is not None]
+        return len(claims), sum(
+            len(claim.request.input_ids or ()) + sum(one.tokens for one in claim.expect.layouts)
+            for claim in claims
+        )
+
     def pass_on(self, requests: list[Any]) -> list[Any]:
         """Take the requests that wait out of `requests`, add those that have settled.
 

@@ -23,6 +23,7 @@ from yarl import URL
 
 from sglang_epd.errors import DeadlineError, ProtocolError, from_code
 from sglang_epd.language.layouts import Board, Slot
+from sglang_epd.media.resolver import SystemResolver
 from sglang_epd.trust import Trust
 from sglang_epd.wire.http import (
     CONTENT_TYPE,
@@ -38,14 +39,17 @@ logger = logging.getLogger(__name__)
 
 PATH = "/epd/layouts/{room:[0-9]{1,20}}"
 POLL_S = 10.0
-# The router sends a request to both servers at once; either may see it first.
-_UNHEARD_OF_S = 5.0
+# The router sends a request to both servers at once; either may see it first. A prefill server
+# may have a request of many media wait for ten seconds before it looks at it.
+_UNHEARD_OF_S = 15.0
 _MAX_REPLY_BYTES = 16 << 20
 _CONNECT_TIMEOUT_S = 3.0
 # Time for an answer beyond the server's wait.
 _SLACK_S = 10.0
 # Between two questions, after any answer.
 _PAUSE_S = 0.05
+# How long a server is asked again that does not answer, and how often.
+_UNANSWERED_S, _AGAIN_S = 5.0, 0.5
 
 
 def authorization(token: str, room: int) -> str:
@@ -146,11 +150,25 @@ class LayoutClient:
             DeadlineError: neither layouts nor failure came before the deadline.
         """
         try:
+            url = URL.build(
+                scheme="http", host=host.strip("[]"), port=port, path=f"/epd/layouts/{room}"
+            )
+        except ValueError as error:
+            logger.info("No layouts of %s:%s: %s", host, port, error)
+            return None
+        clock = asyncio.get_running_loop().time
+        unanswered = clock()
+        try:
             async with asyncio.timeout(self._timeout_s):
-                answer = await self._get(host, port, room)
-                while answer is not None and answer[0] == HTTPStatus.ACCEPTED:
-                    await asyncio.sleep(_PAUSE_S)
-                    answer = await self._get(host, port, room)
+                while True:
+                    answer = await self._get(url, room)
+                    if answer is not None and answer[0] != HTTPStatus.ACCEPTED:
+                        break
+                    if answer is not None:
+                        unanswered = clock()
+                    elif clock() - unanswered >= _UNANSWERED_S:
+                        break
+                    await asyncio.sleep(_AGAIN_S if answer is None else _PAUSE_S)
         except TimeoutError:
             raise DeadlineError(
                 "the request's media were not encoded before its deadline"
@@ -171,20 +189,17 @@ class LayoutClient:
             raise from_code(reply.error.code, reply.error.message)
         return reply.items
 
-    async def _get(self, host: str, port: int, room: int) -> tuple[int, bytes] | None:
+    async def _get(self, url: URL, room: int) -> tuple[int, bytes] | None:
         """One question; None without an answer."""
         if self._session is None:
-            self._session = open_session()
+            self._session = open_session(resolver=SystemResolver())
         headers = {"Authorization": authorization(self._token, room)} if self._token else {}
         timeout = aiohttp.ClientTimeout(total=POLL_S + _SLACK_S, sock_connect=_CONNECT_TIMEOUT_S)
         try:
-            url = URL.build(
-                scheme="http", host=host.strip("[]"), port=port, path=f"/epd/layouts/{room}"
-            )
             async with self._session.get(
                 url, headers=headers, timeout=timeout, allow_redirects=False
             ) as response:
                 return response.status, await read_body(response, _MAX_REPLY_BYTES)
         except (TimeoutError, aiohttp.ClientError, OSError, ValueError) as error:
-            logger.info("Prefill %s:%s gives no layouts (%s)", host, port, type(error).__name__)
+            logger.info("%s: no layouts (%s)", url, type(error).__name__)
             return None

@@ -106,6 +106,8 @@ managers.scheduler
     seams/prefix: Scheduler.collect_inflight_reqs(self)
     seams/prefix: Scheduler.flush_cache(self empty_cache)
     seams/stages: Scheduler.process_input_requests(self recv_reqs)
+managers.scheduler_components.load_inquirer
+    seams/prefix: SchedulerLoadInquirer.get_loads(self)
 managers.scheduler_components.output_streamer
     seams/prefix: SchedulerOutputStreamer._stream_output_embedding(self reqs)
     seams/prefix: SchedulerOutputStreamer.stream_output(self reqs return_logprob skip_req)

@@ -23,9 +23,14 @@ import asyncio
 import logging
 import sys
 from contextvars import ContextVar
-from http import HTTPStatus
 from typing import Any
 
+from sglang_epd.errors import (
+    EpdError,
+    MediaTooLargeError,
+    RequestCancelledError,
+    UnavailableError,
+)
 from sglang_epd.wire.messages import MAX_ITEMS
 
 logger = logging.getLogger(__name__)
@@ -55,6 +60,7 @@ async def read(original: Any, request: Any) -> Any:
         fastapi.HTTPException: the body has more parts than any request needs, or it has many
             media and too many others wait for their turn.
     """
+    from fastapi import HTTPException
     from sglang.srt.entrypoints.http_server import get_global_state
 
     body = await original(request)
@@ -62,16 +68,20 @@ async def read(original: Any, request: Any) -> Any:
     if seam is None or _turn.get() is not None:
         return body
     parts, media = count_parts(body, request.url.path)
-    if parts > MOST_PARTS:
-        raise _refusal(
-            HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
-            f"a request has at most {MOST_PARTS} messages, parts and media",
-        )
-    if media <= MANY_MEDIA:
+    if parts <= MOST_PARTS and media <= MANY_MEDIA:
         return body
+    room = body.get("bootstrap_room")
     # Parsed, it has ten times its size: it waits as bytes.
     del body, request._json
-    await seam.turns.take(request)
+    try:
+        if parts > MOST_PARTS:
+            raise MediaTooLargeError(
+                f"a request has at most {MOST_PARTS} messages, parts and media"
+            )
+        await seam.turns.take(request)
+    except EpdError as error:
+        seam.refused(room, error)
+        raise HTTPException(error.http_status, error.message) from None
     return await original(request)
 
 
@@ -86,11 +96,13 @@ class Turns:
         """Wait for a turn, which lasts until `end`, or the end of the request.
 
         Raises:
-            fastapi.HTTPException: too many others wait, or the client has left.
+            EpdError: too many others wait, or the client has left.
         """
-        busy = "large requests wait for each other on this server; try again later"
+        busy = UnavailableError(
+            "large requests wait for each other on this server; try again later"
+        )
         if self._waiting >= MOST_WAITING:
-            raise _refusal(HTTPStatus.SERVICE_UNAVAILABLE, busy)
+            raise busy
         self._waiting += 1
         try:
             # From now on uvicorn reads on, and hears when the client leaves.
@@ -98,7 +110,7 @@ class Turns:
             async with asyncio.timeout(LONGEST_WAIT_S):
                 await self._lock.acquire()
         except TimeoutError:
-            raise _refusal(HTTPStatus.SERVICE_UNAVAILABLE, busy) from None
+            raise busy from None
         finally:
             self._waiting -= 1
         turn = _Turn(self._lock)
@@ -107,7 +119,7 @@ class Turns:
         assert task is not None
         task.add_done_callback(lambda _task: turn.end())
         if await request.is_disconnected():
-            raise _refusal(HTTPStatus.BAD_REQUEST, "the client has left")
+            raise RequestCancelledError("the client has left")
 
     def end(self) -> None:
         """The current request, if it has the turn, is laid out."""
@@ -168,12 +180,6 @@ def _is_medium(part: Any) -> bool:
     kind = part.get("type")
     names += [kind] if isinstance(kind, str) else []
     return any(word in name for name in names for word in _MEDIA)
-
-
-def _refusal(status: HTTPStatus, message: str) -> Exception:
-    from fastapi import HTTPException
-
-    return HTTPException(status, message)
 
 
 def stop_at_the_first_error() -> None:

@@ -11,7 +11,9 @@ the tree (cache salt, LoRA) set; `disaggregation_mode`; `waiting_queue`,
 `managers.schedule_policy.PrefillAdder.add_one_req`, which locks a request's prefix when it
 takes it; on `mem_cache.allocator.base.BaseTokenToKVPoolAllocator.evict_to_free_tokens`, by which
 room is made for every batch; on `managers.schedule_batch`: `Req._compute_max_prefix_len` and
-`MultimodalInputs.release_features`; on `disaggregation.role_switch._reject_reason`; on
+`MultimodalInputs.release_features`; on
+`scheduler_components.load_inquirer.SchedulerLoadInquirer.get_loads`, which counts SGLang's own
+queues; on `disaggregation.role_switch._reject_reason`; on
 `disaggregation.prefill.SchedulerDisaggregationPrefillMixin.process_disagg_prefill_inflight_queue`;
 `scheduler_components.output_streamer.SchedulerOutputStreamer`: `stream_output` and
 `_stream_output_embedding`;
@@ -37,12 +39,14 @@ class Installed:
     """Of this process's scheduler.
 
     Attributes:
+        leader: holds requests back; None on ranks that do not lead.
         gate: before its queues; None where it is no language server's, and with several
             pipeline stages that prefill no parts.
         parts: parts of prompts that it prefills early; None where it does not.
         releases: whether it gives embeddings back as soon as SGLang is done with them.
     """
 
+    leader: Leader | None = None
     gate: PrefixGate | None = None
     parts: Parts | None = None
     releases = False
@@ -205,6 +209,16 @@ def refuse_switch(original: Any, scheduler: Any, new_role: str) -> Any:
     if reason is None and Installed.gate is not None and len(Installed.gate):
         return "instance is not idle: requests wait for their media", True
     return reason
+
+
+def count_held(loads: Any, _inquirer: Any) -> None:
+    """After `get_loads`, by which replicas and servers are chosen: requests that are held back
+    wait, too."""
+    if Installed.leader is not None:
+        requests, tokens = Installed.leader.load()
+        loads.num_waiting_reqs += requests
+        loads.num_total_tokens += tokens
+        loads.num_active_tokens += tokens
 
 
 def flush(original: Any, scheduler: Any, *args: Any, **options: Any) -> Any:

@@ -233,6 +233,7 @@ def create_backend(
             if parts is not None:
                 in_parts = early.leading(parts, claims, processor, secret)
             leader = Leader(claims, secret, prefix=asks, resume=tracing.resume, early=in_parts)
+            prefix.Installed.leader = leader
             _wake(scheduler.idle_sleeper, claims.socket, in_parts)
     if parts is not None or parallel.pp_size == 1:
         gate = prefix.install(scheduler, leader, receive, parts)

@@ -8,6 +8,7 @@ resolves `--mm-feature-transport`.
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -17,6 +18,8 @@ from sglang_epd.families import family_of
 from sglang_epd.namespace import TOWER_CONFIGS
 from sglang_epd.seams import hooks, roles, rundir
 from sglang_epd.wire.urls import ENCODERS, HTTP
+
+logger = logging.getLogger(__name__)
 
 # The families' names for the number of a tower's attention heads.
 _HEADS = ("num_heads", "num_attention_heads", "encoder_attention_heads")
@@ -54,6 +57,7 @@ def resolve(original: Any, server_args: Any) -> None:
         _check_family(server_args, architecture)
     check(server_args)
     _keep_no_features(server_args)
+    _broadcast_no_inputs(server_args)
     rundir.draw_run_id()
 
 
@@ -66,6 +70,17 @@ def _keep_no_features(server_args: Any) -> None:
     whole = args.enable_adaptive_dispatch_to_encoder or not args.language_only
     if args.device == "cuda" and not whole and server_args.mm_feature_transport is None:
         declare_resolution(server_args, "sglang-epd", mm_feature_transport="cpu")
+
+
+def _broadcast_no_inputs(server_args: Any) -> None:
+    """On a language server every rank has the inputs of a request, laid out and marked for itself;
+    a pickled copy of another rank's would have lost the marks."""
+    from sglang.srt.arg_groups.overrides import declare_resolution, resolving_view
+
+    args = resolving_view(server_args)
+    if args.language_only and args.enable_broadcast_mm_inputs_process:
+        logger.warning("--enable-broadcast-mm-inputs-process is off on a --language-only server")
+        declare_resolution(server_args, "sglang-epd", enable_broadcast_mm_inputs_process=False)
 
 
 def check(server_args: Any) -> None:

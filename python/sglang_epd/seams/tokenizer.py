@@ -189,6 +189,17 @@ class TokenizerSeam:
             prompt.need_wait_for_mm_inputs = True
             manifest.attach(prompt, manifest.write(expect, self._secret))
 
+    def refused(self, room: Any, error: EpdError) -> None:
+        """A request was refused before it was laid out.
+
+        Args:
+            room: its bootstrap room, or those of its prompts, as the user wrote them.
+        """
+        if self.layouts is not None:
+            for one in room if isinstance(room, list) else [room]:
+                if isinstance(one, int):
+                    self.layouts.open(one, self._timeout_s).failed(error)
+
     def read_first(
         self, original: Any, manager: Any, obj: Any, *args: Any, **options: Any
     ) -> AsyncGenerator[dict[str, Any]]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import logging
 import os
 import stat
@@ -36,6 +37,7 @@ _ROOM = 0.9
 _SWEEP_EVERY_S = 60.0
 _SWEEP_SHARE = 0.05
 _ABANDONED_S = 3600.0
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 # How often a file that is used again and again is marked as used.
 _TOUCH_EVERY_S = 60.0
 
@@ -71,14 +73,16 @@ class FolderStore:
         return await self._run(lambda: self._read(self._path(name), max_bytes))
 
     async def put(self, name: str, pieces: Sequence[memoryview]) -> None:
-        await self._run(lambda: self._write(self._path(name), pieces))
+        try:
+            await self._run(lambda: self._write(self._path(name), pieces))
+        except StoreError as error:
+            if getattr(error.__cause__, "errno", None) in _NO_ROOM:
+                self._begin_sweep(full=True)
+            raise
         self._written += sum(piece.nbytes for piece in pieces)
-        now = time.monotonic()
-        due = now - self._swept_at > _SWEEP_EVERY_S
-        due = due or self._written > self._max_bytes * _SWEEP_SHARE
-        if due and (self._sweeping is None or self._sweeping.done()):
-            self._swept_at, self._written = now, 0
-            self._sweeping = asyncio.create_task(self._sweep())
+        due = time.monotonic() - self._swept_at > _SWEEP_EVERY_S
+        if due or self._written > self._max_bytes * _SWEEP_SHARE:
+            self._begin_sweep()
 
     async def remove(self, name: str) -> None:
         await self._run(lambda: self._path(name).unlink(missing_ok=True))
@@ -89,14 +93,23 @@ class FolderStore:
             await asyncio.gather(self._sweeping, return_exceptions=True)
         self._threads.close()
 
-    async def _sweep(self) -> None:
+    def _begin_sweep(self, *, full: bool = False) -> None:
+        if self._sweeping is None or self._sweeping.done():
+            self._swept_at, self._written = time.monotonic(), 0
+            self._sweeping = asyncio.create_task(self._sweep(full))
+
+    async def _sweep(self, full: bool) -> None:
         try:
-            await self._run(self.sweep)
+            await self._run(lambda: self.sweep(full=full))
         except StoreError as error:
             logger.warning("The store's folder cannot be swept: %s", error)
 
-    def sweep(self) -> None:
-        """Remove entries that are too old, abandoned, or over the bound; blocks."""
+    def sweep(self, *, full: bool = False) -> None:
+        """Remove entries that are too old, abandoned, or over the bound; blocks.
+
+        Args:
+            full: the disk is, so that a tenth of the entries goes in any case.
+        """
         now = time.time()
         files = []
         for file in self._files():
@@ -106,10 +119,11 @@ class FolderStore:
             else:
                 files.append(file)
         total = sum(file.nbytes for file in files)
-        if total <= self._max_bytes:
+        if total <= self._max_bytes and not full:
             return
+        room = min(total, self._max_bytes) * _ROOM
         for file in sorted(files, key=lambda file: file.used_at):
-            if total <= self._max_bytes * _ROOM:
+            if total <= room:
                 break
             _unlink(file.path)
             total -= file.nbytes

@@ -8,6 +8,7 @@ needed. The least recently used goes first. Synchronous and without a clock, a s
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 
 import numpy as np
 
@@ -246,9 +247,11 @@ class Reservations:
         Args:
             now: in seconds of the ledger's clock.
         """
+        # A frozen encoder may have hundreds of blocks.
+        writer_lives = cache(self._writer_lives)
         for block in self.quarantined:
             writer = block.offer.process
-            lives = self._writer_lives(writer) if writer else None
+            lives = writer_lives(writer) if writer else None
             if lives:
                 block.until = max(block.until, now + IN_SOCKETS_S)
             elif lives is False:

@@ -52,7 +52,7 @@ from sglang_epd.observability.encoder import EncoderMetrics, StoreMetrics
 from sglang_epd.spans import OFF, Span
 from sglang_epd.store import SharedStore, open_store, store_url
 from sglang_epd.tally import LoopLag
-from sglang_epd.transfer import engines
+from sglang_epd.transfer import mooncake
 from sglang_epd.transfer.sender import Sender
 from sglang_epd.transfer.writers import RemoteWriter
 from sglang_epd.trust import Trust
@@ -121,7 +121,7 @@ def launch(server_args: Any) -> None:
             fetcher = await stack.enter_async_context(FetchingProcess(limits))
             urls = UrlReader(fetcher, UrlMemory(settings.url_cache_entries), metrics)
             stack.push_async_callback(urls.close)
-            engine = engines.started(get_disagg().encoder_transfer_backend)
+            engine = mooncake.started(get_disagg().encoder_transfer_backend)
             sender = Sender(
                 RemoteWriter(engine) if engine else None,
                 share_memory=settings.shared_memory,

@@ -23,7 +23,7 @@ from sglang_epd.errors import ConfigError
 from sglang_epd.machine import share_mb
 from sglang_epd.seams import idle, rundir
 from sglang_epd.tally import Tally
-from sglang_epd.transfer import engines
+from sglang_epd.transfer import mooncake
 from sglang_epd.transfer.receiver import Receiver
 
 logger = logging.getLogger(__name__)
@@ -105,7 +105,7 @@ def start(readers: int, receivers: int = 1) -> Receiver:
         from sglang_epd.observability.language import PrometheusTally, ReceiverMetrics
 
         tally = PrometheusTally(ReceiverMetrics())
-    engine = engines.started(get_disagg().encoder_transfer_backend)
+    engine = mooncake.started(get_disagg().encoder_transfer_backend)
     rundir.claim()
     budget_mb, kept_mb = settings.receive_budget_mb or share_mb(), settings.embedding_cache_mb
     kept_mb = budget_mb // 2 if kept_mb is None else kept_mb

@@ -46,15 +46,19 @@ _NO_PROBE = -1
 # these. A look costs some microseconds; a pause too long is added to the transfer.
 _SHORTEST_PAUSE_S = 50e-6
 _LONGEST_PAUSE_S = 2e-3
-NAME = "mooncake"
 
 
-def started() -> MooncakeEngine:
+def started(backend: str) -> MooncakeEngine | None:
     """The engine that SGLang has in this process, for prefill-decode disaggregation or this.
 
+    Args:
+        backend: of `--encoder-transfer-backend`; None is returned where it is another.
+
     Raises:
-        ConfigError: there is none.
+        ConfigError: SGLang has none.
     """
+    if backend != MooncakeEngine.name:
+        return None
     from sglang.srt.distributed.device_communicators import mooncake_transfer_engine as theirs
     from sglang.srt.runtime_context import get_device
 
@@ -76,7 +80,7 @@ class MooncakeEngine:
         engine: an initialised `mooncake.engine.TransferEngine`.
     """
 
-    name = NAME
+    name = "mooncake"
 
     def __init__(self, hostname: str, engine: Any) -> None:
         self._engine = engine

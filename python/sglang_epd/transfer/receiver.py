@@ -31,9 +31,9 @@ from sglang_epd.transfer import host
 from sglang_epd.transfer.arena import SLOTS, Arena
 from sglang_epd.transfer.blocks import Block
 from sglang_epd.transfer.control import receivers_here
-from sglang_epd.transfer.engines import PayloadEngine
 from sglang_epd.transfer.gate import Gate
 from sglang_epd.transfer.ledger import Handle, Ledger
+from sglang_epd.transfer.mooncake import MooncakeEngine
 from sglang_epd.transfer.reservations import Reservations
 from sglang_epd.wire import messages as wire
 from sglang_epd.wire.tensors import spec_bytes
@@ -123,7 +123,7 @@ class Receiver:
         readers: int = 1,
         cache_bytes: int = 0,
         grant_ttl_s: float = 30.0,
-        engine: PayloadEngine | None = None,
+        engine: MooncakeEngine | None = None,
         tally: Tally | None = None,
         on_death: Callable[[], None] = lambda: None,
     ) -> None:

@@ -16,7 +16,7 @@ import numpy as np
 
 from sglang_epd.errors import ProtocolError, UnavailableError
 from sglang_epd.transfer.arena import Address, Arena
-from sglang_epd.transfer.engines import PayloadEngine
+from sglang_epd.transfer.mooncake import MooncakeEngine
 from sglang_epd.wire import messages as wire
 
 # Language servers of this machine whose arenas stay mapped.
@@ -96,7 +96,7 @@ class RemoteWriter:
 
     def __init__(
         self,
-        engine: PayloadEngine,
+        engine: MooncakeEngine,
         *,
         buffers: int = STAGING_BUFFERS,
         nbytes: int = STAGING_BYTES,

@@ -154,7 +154,7 @@ class Offer(Message, frozen=True, tag="offer"):
     Attributes:
         process: the encoder's process, as `transfer.host` names it; empty if it cannot
             share memory.
-        engine: the transfer engine that the encoder can write through (`transfer.engines`);
+        engine: the transfer engine that the encoder can write through (`transfer.mooncake`);
             empty for none.
         renewal: an earlier grant was lost; another encoder may have been asked since,
             and is not to be replaced.

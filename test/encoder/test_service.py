@@ -38,7 +38,7 @@ async def at_rest(service, fakes):
     status = service.status()
     assert (status["requests"], status["items"], status["bytes"]) == (0, 0, 0)
     assert status["cache"]["pinned_bytes"] == 0
-    assert service.computations._kept_bytes == 0
+    assert not service.computations._kept
     assert not fakes.open
 
 

@@ -296,6 +296,25 @@ def test_an_abandoned_request_that_had_failed_keeps_its_reason(leader, claims):
 LIMIT_S = EXPECT.ttl_s + backend_module.GRACE_S
 
 
+def test_what_lands_after_its_request_was_given_up_is_dropped_by_all_ranks(
+    leader, claims, backend, memory, assembled, clock
+):
+    leader.pass_on([request()])
+    clock.now += LIMIT_S + 1.1
+    (failed,) = leader.pass_on([])
+    assert outcome(failed).code == "UnavailableError"
+    assert leader.load() == (0, 0)
+    item = memory.land(1.0)
+    claims.settle(0, item)
+    passed = leader.pass_on([])
+    for rank in range(3):
+        ready, failures = backend(rank).sort_out(copy.deepcopy(passed))
+        assert (ready, len(failures)) == ([], 1)
+    assert not assembled.calls
+    assert memory.drops(item) == [1, 1, 1]
+    assert not leader._late
+
+
 def test_a_receiver_that_does_not_answer_is_not_waited_for(leader, claims, backend, clock, caplog):
     """It settles everything at the deadline, so long after it nothing comes any more."""
     first, second = request("first"), request("second")
@@ -319,17 +338,6 @@ def test_a_receiver_that_does_not_answer_is_not_waited_for(leader, claims, backe
         ("abort second", HTTPStatus.SERVICE_UNAVAILABLE),
     ]
     assert not leader._open
-
-
-def test_what_settles_after_it_was_given_up_is_only_logged(leader, claims, memory, clock, caplog):
-    leader.pass_on([request("gone")])
-    clock.now += LIMIT_S
-    assert [given_up.rid for given_up in leader.pass_on([request("waits")])] == ["gone"]
-    claims.settle(0, memory.land(1.0))
-    claims.settle(1, memory.land(2.0))
-    caplog.clear()
-    assert [passed.rid for passed in leader.pass_on([])] == ["waits"]
-    assert "after it was given up" in caplog.text
 
 
 def test_what_settled_at_the_last_moment_is_not_given_up(leader, claims, memory, clock):

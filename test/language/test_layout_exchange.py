@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 import time
 from collections.abc import Awaitable, Callable
@@ -142,12 +143,16 @@ async def test_where_no_token_is_set_none_is_asked_for(board, serve, client, des
     assert await client.ask("127.0.0.1", await serve(trust=Trust()), ROOM) == [described()]
 
 
-async def test_a_server_that_is_not_ours_knows_nothing(serve, client, unused_tcp_port, monkeypatch):
+async def test_a_server_that_is_not_ours_knows_nothing(
+    serve, client, unused_tcp_port, monkeypatch, caplog
+):
+    caplog.set_level(logging.INFO)
     monkeypatch.setattr(layout_exchange, "_UNANSWERED_S", 0.0)
     app_without_the_route = await serve()
     assert await client.ask("127.0.0.1", unused_tcp_port, ROOM) is None
     assert await client.ask("no such host", app_without_the_route, ROOM) is None
-    assert await client.ask("127.0.0.1", -5, ROOM) is None
+    for no_port in (-5, 70_000):
+        assert await client.ask("127.0.0.1", no_port, ROOM) is None
     assert await client.ask("127.0.0.1", app_without_the_route, -1) is None
 
 

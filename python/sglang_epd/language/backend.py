@@ -114,6 +114,8 @@ class Leader:
         self._secret = secret
         self._names = itertools.count()
         self._open: dict[str, _Claim] = {}
+        # Requests that failed before their claims settled.
+        self._late: dict[str, Any] = {}
         # Of requests that the prefix cache is being asked about, by name: how they were
         # announced, their deadline, and their prompts.
         self._undecided: dict[str, tuple[Expect, float, Prompt | None]] = {}
@@ -147,7 +149,10 @@ class Leader:
             if self.early is not None:
                 self.early.leave(settled.claim)
             if claim is None:
-                logger.error("The receiver settled a claim after it was given up")
+                request = self._late.pop(settled.claim, None)
+                if isinstance(settled, Settled) and settled.items:
+                    # It fails a second time, which nobody hears: all ranks drop its items.
+                    passed.append(self._carry(request, _aborted(settled)))
             elif claim.request is None:
                 continue  # it needed nothing
             elif isinstance(settled, AskPrefix):
@@ -285,6 +290,7 @@ class Leader:
             claim.end(error.code, error.message)
             if claim.request is not None:
                 logger.error("No word of the items of %s", claim.request.rid)
+                self._late[name] = claim.request
                 outcome = Settled("", (), error.code, error.message)
                 given_up.append(self._carry(claim.request, outcome))
         return given_up

@@ -492,13 +492,29 @@ async def test_what_is_kept_for_long_keeps_nothing_of_its_batch(
     assert computations.status()["staged_bytes"] == 3 * ROW_BYTES
     holds[0].want(False)
     kept = await holds[0].embedding()
-    assert kept.untyped_storage().nbytes() == computations._kept_bytes == ROW_BYTES
+    assert kept.untyped_storage().nbytes() == ROW_BYTES
     holds[1].release()
     assert computations.status()["staged_bytes"] == 3 * ROW_BYTES
     for hold in holds:
         hold.release()
     left = 3 + 1 if computations.cache.capacity_bytes else 0
     assert (len(computations.cache), computations.cache.nbytes) == (left, left * ROW_BYTES)
+
+
+async def test_what_two_wait_for_is_kept_once(computations, ask, monkeypatch):
+    monkeypatch.setattr(module, "_KEPT_BYTES", ROW_BYTES)
+    one, two = ask(b"a", "r1"), ask(b"a", "r2")
+    assert [await value(hold) for hold in (one, two)] == [ord("a")] * 2
+    used = []
+    for hold, wanted in [(one, False), (two, False), (one, True), (two, True)]:
+        hold.want(wanted)
+        used.append(computations.status()["staged_bytes"])
+    assert used == [ROW_BYTES, 0, ROW_BYTES, ROW_BYTES]
+    two.want(False)
+    two.release()
+    assert computations.status()["staged_bytes"] == ROW_BYTES
+    one.release()
+    assert (computations.status()["staged_bytes"], computations._kept) == (0, {})
 
 
 @pytest.mark.parametrize("media", [True, False])

@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -90,8 +91,8 @@ class Computations:
         self._waiting: FairQueue[Work] = FairQueue()
         self._works: dict[bytes, Work] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        # Pinned for askers that do not want them now.
-        self._kept_bytes = 0
+        # Pinned for askers that do not want them now: how many such.
+        self._kept: Counter[Entry] = Counter()
         self._look_again: asyncio.TimerHandle | None = None
         self._pumping = False
         # Why nothing is made any more; empty while there is no such reason.
@@ -274,7 +275,7 @@ class Computations:
             self._consider(hold.work)
         elif hold.entry is not None:
             if hold.wanted:
-                self._kept_bytes -= hold.entry.nbytes
+                self._kept -= Counter((hold.entry,))
             else:
                 self._keep(hold, hold.entry)
         elif hold.wanted and not hold.failed:
@@ -286,7 +287,7 @@ class Computations:
         work = hold.work
         if hold.entry is not None:
             if not hold.wanted:
-                self._kept_bytes -= hold.entry.nbytes
+                self._kept -= Counter((hold.entry,))
             self.cache.release(hold.entry)
         elif work is not None:
             work.holds.remove(hold)
@@ -311,9 +312,9 @@ class Computations:
 
     def _keep(self, hold: Hold, entry: Entry) -> None:
         """Until an asker without memory wants it, if there is room for that."""
-        if self._kept_bytes + entry.nbytes <= _KEPT_BYTES:
+        if sum(kept.nbytes for kept in {*self._kept, entry}) <= _KEPT_BYTES:
             self.cache.own(entry)
-            self._kept_bytes += entry.nbytes
+            self._kept[entry] += 1
         else:
             self.cache.release(entry)
             hold.entry = None
@@ -510,11 +511,12 @@ class Computations:
     def _in_use(self) -> int:
         """Bytes of embeddings that are being made or used.
 
-        Embeddings that are kept for receivers without memory do not count here: `_KEPT_BYTES`
-        bounds them.
+        Embeddings that are kept for receivers without memory alone do not count here:
+        `_KEPT_BYTES` bounds them.
         """
+        kept = sum(entry.nbytes for entry, holds in self._kept.items() if holds == entry.pins)
         running = sum(work.nbytes for lane in self._lanes for work in lane.running)
-        return self.cache.pinned_bytes - self._kept_bytes + running
+        return self.cache.pinned_bytes - kept + running
 
     async def _run(self, lane: Lane, works: list[Work]) -> None:
         batch = list(works)

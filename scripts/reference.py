@@ -67,7 +67,13 @@ _SETTING = re.compile(r"^ {4}(\w+)(?: \[(.+?)\])?: (.+?)(?=^ {4}\w|\Z)", re.MULT
 _DECODING = "encoders; language with `--enable-adaptive-dispatch-to-encoder`"
 # Read by `plugin`, by SGLang, and before any setting is.
 _SWITCHES = (
-    Declared("SGLANG_EPD", "on, off", "on", "all", "`off`: SGLang's own EPD, unchanged."),
+    Declared(
+        "SGLANG_EPD",
+        "on, off",
+        "on",
+        "all",
+        "`off`, also `0`, `false` and `no`: SGLang's own EPD, unchanged. Anything else is on.",
+    ),
     Declared(
         "SGLANG_PLUGINS",
         "names, with commas between",
@@ -88,7 +94,7 @@ _SETTINGS_HEAD = """# Settings
 
 What SGLang has a flag for is set by SGLang's flags. The rest is on this page. A server reads it once, when it starts, from its environment; an unknown name, or a value out of range, ends the server and is named. Servers of `sglang-epd up` have its environment.
 
-Language servers, their encoders and decode servers need the same `token`.
+Encoders, language, prefill and decode servers need the same `SGLANG_EPD_TOKEN`. In the column *servers*, *language* includes prefill servers.
 
 """  # noqa: E501
 _METRICS_HEAD = """# Metrics
@@ -110,7 +116,7 @@ With `--enable-metrics` an encoder shows these, too, with SGLang's labels and bu
 """  # noqa: E501
 _COMMAND_HEAD = """# The sglang-epd command
 
-`--json`, where there is one, prints one document for machines. Exit codes: 0 success, 1 a failure, 2 wrong usage; `sglang-epd --install-completion` completes names in your shell.
+`--json`, where there is one, prints one document for machines. Exit codes: 0 success, 1 a failure or options that do not go together, 2 an option that is unknown or has no such value; `sglang-epd --install-completion` completes names in your shell.
 
 """  # noqa: E501
 

@@ -118,7 +118,7 @@ def test_every_variable_that_the_package_reads_is_known():
     ("name", "value", "expected"),
     [
         ("RECEIVE_BUDGET_MB", "0", "whole number, at least 1"),
-        ("GRANT_TIMEOUT_S", "inf", "number, more than 0, less than 1e+12"),
+        ("GRANT_TIMEOUT_S", "inf", "a number of seconds, more than 0, less than 1e+12"),
         ("SHARED_MEMORY", "always", "on, off"),
         ("FINGERPRINT", "some", "samples, full"),
         ("MEDIA_MAX_MB", "many", "a number of MiB, more than 0, less than 1e+12"),

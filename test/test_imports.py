@@ -263,9 +263,7 @@ def test_the_dependencies_are_declared():
     names = {"PIL": "pillow", "zmq": "pyzmq", "prometheus_client": "prometheus-client"}
     names |= {"yaml": "pyyaml", "opentelemetry": "opentelemetry-api"}
     brought = {"yarl": "aiohttp", "starlette": "fastapi", "pydantic_core": "fastapi"}
-    brought |= dict.fromkeys(
-        ("google", "grpc", "grpc_health", "grpc_reflection", "smg_grpc_proto"), "sglang"
-    )
+    brought |= dict.fromkeys(("google", "grpc", "grpc_health", "smg_grpc_proto"), "sglang")
     brought |= dict.fromkeys(
         ("httpx", "huggingface_hub", "torchaudio", "torchcodec", "torchvision", "transformers"),
         "sglang",

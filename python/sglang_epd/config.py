@@ -33,6 +33,7 @@ Hosts = Annotated[tuple[str, ...], Meta(title="host names, with commas between")
 Networks = Annotated[tuple[str, ...], Meta(title="CIDRs, with commas between")]
 Switch = Annotated[bool, Meta(title="on, off")]
 Early = Annotated[Literal["auto", "on", "off"], Meta(title="auto, on, off")]
+Policy = Annotated[str, Meta(title="affinity, least_loaded, round_robin, shuffle")]
 Fingerprint = Annotated[Literal["samples", "full"], Meta(title="samples, full")]
 Whole = Annotated[int, Meta(title="whole number", ge=0)]
 Count = Annotated[int, Meta(title="whole number", ge=1)]
@@ -156,15 +157,15 @@ class Settings(Struct, frozen=True, kw_only=True):
     """
 
     token: Text = ""
-    request_timeout_s: Number = 120.0
-    dispatch_policy: Text = "affinity"
-    encoder_wait_s: Number = 30.0
-    encoder_timeout_s: Number = 60.0
+    request_timeout_s: Seconds = 120.0
+    dispatch_policy: Policy = "affinity"
+    encoder_wait_s: Seconds = 30.0
+    encoder_timeout_s: Seconds = 60.0
     prefill_early: Early = "auto"
     tell_sources: Switch = True
     receive_budget_mb: Count | None = None
     embedding_cache_mb: Whole | None = None
-    grant_timeout_s: Number = 30.0
+    grant_timeout_s: Seconds = 30.0
     encoder_max_items: Count = 1024
     encoder_queue_mb: Count | None = None
     decode_mb: Count | None = None

@@ -27,7 +27,7 @@ def about(request: str, item: int | None = None) -> Iterator[None]:
         request: its id, which a user may have chosen; empty for none.
         item: one of its items.
     """
-    whose, which = _request.set(_clean(request)), _item.set(item)
+    whose, which = _request.set(clean(request)), _item.set(item)
     try:
         yield
     finally:
@@ -51,7 +51,7 @@ class _Annotator(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
-            message = _clean(record.getMessage(), _MOST_LINE_CHARS)
+            message = clean(record.getMessage(), _MOST_LINE_CHARS)
         except (TypeError, ValueError):  # the formatter reports it
             return
         request, item = _request.get(), _item.get()
@@ -61,11 +61,11 @@ class _Annotator(logging.Handler):
         record.msg, record.args = message, ()
         if record.exc_info:
             told = logging.Formatter().formatException(record.exc_info)
-            lines = (_clean(line, _MOST_LINE_CHARS) for line in told.splitlines())
+            lines = (clean(line, _MOST_LINE_CHARS) for line in told.splitlines())
             record.exc_text = "\n".join(f"  {line}" for line in lines)
 
 
-def _clean(text: str, most: int = _MOST_CHARS) -> str:
+def clean(text: str, most: int = _MOST_CHARS) -> str:
     """A text without characters that could begin a line of its own."""
     shown = text[:most]
     if shown.isprintable():

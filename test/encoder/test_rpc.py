@@ -13,7 +13,6 @@ from functools import partial
 import grpc
 import pytest
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection, reflection_pb2, reflection_pb2_grpc
 
 from sglang_epd.cli.checks import Finding, Verdict
 from sglang_epd.cli.checks.servers import servers
@@ -118,25 +117,6 @@ async def test_what_asks_for_no_token_reads_no_message(serve, method):
     async with grpc.aio.insecure_channel(url.removeprefix(rpc.SCHEME)) as channel:
         call = channel.unary_stream(method)(bytes(2 * MAX_BODY))
         assert len([answer async for answer in call]) == 1
-
-
-async def test_reflection_takes_short_questions_of_one_asker_at_a_time(serve, monkeypatch):
-    monkeypatch.setattr(rpc_module, "_QUESTIONS_S", 0.5)
-    url = await serve("secret")
-    question = reflection_pb2.ServerReflectionRequest(list_services="").SerializeToString()
-    async with grpc.aio.insecure_channel(url.removeprefix(rpc.SCHEME)) as channel:
-        method = f"/{reflection.SERVICE_NAME}/ServerReflectionInfo"
-        ask = channel.stream_stream(method)
-        silent = ask()
-        await silent.write(question)
-        assert await silent.read()
-        # Its turn comes when the other's is over.
-        after = ask(iter([question]))
-        assert await after.read()
-        assert await silent.code() is grpc.StatusCode.INVALID_ARGUMENT
-        for wrong, said in ((bytes(MAX_BODY // 2), "over 4096 bytes"), (b"\xff", "no question")):
-            with pytest.raises(grpc.aio.AioRpcError, match=said):
-                await ask(iter([wrong])).read()
 
 
 @pytest.mark.parametrize(
@@ -367,7 +347,7 @@ async def test_the_prober_hears_of_it(serve, service):
         await prober.close()
 
 
-async def test_health_and_names_are_asked_for_as_of_any_grpc_server(serve, service):
+async def test_health_is_asked_for_as_of_any_grpc_server(serve, service):
     url = await serve("secret")
     async with grpc.aio.insecure_channel(url.removeprefix(rpc.SCHEME)) as channel:
         health = health_pb2_grpc.HealthStub(channel)
@@ -377,11 +357,6 @@ async def test_health_and_names_are_asked_for_as_of_any_grpc_server(serve, servi
         assert (await health.Check(asked)).status == health_pb2.HealthCheckResponse.NOT_SERVING
         watched = [one.status async for one in health.Watch(asked)]
         assert watched == [health_pb2.HealthCheckResponse.NOT_SERVING]
-        stub = reflection_pb2_grpc.ServerReflectionStub(channel)
-        names = reflection_pb2.ServerReflectionRequest(list_services="")
-        async for answer in stub.ServerReflectionInfo(iter([names])):
-            found = {one.name for one in answer.list_services_response.service}
-        assert {"sglang_epd.Encoder", "grpc.health.v1.Health"} < found
 
 
 async def status(url: str) -> ServerView:

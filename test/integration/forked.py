@@ -13,10 +13,10 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from integration import fork_server
-from sglang_epd.cli.processes import Process, ServerError, ServerProcess
+from sglang_epd.cli.processes import ServerError, ServerProcess
 
 # SGLang reads many of its variables while it is imported, so these alone may differ
 # between the server and the process that it is a fork of.
@@ -159,7 +159,7 @@ class ForkedServer(ServerProcess):
         super().__init__(*args, **options)  # type: ignore[arg-type]
         self._parent = parent
 
-    def _begin(self) -> Process:
+    def _begin(self) -> Any:
         env = os.environ if self._env is None else self._env
         if not self._parent.can_be(self.command, env):
             return super()._begin()

@@ -186,14 +186,6 @@ class LayoutCache:
         self._entries: OrderedDict[bytes, tuple[Layout, int]] = OrderedDict()
         self._bytes = 0
 
-    def __len__(self) -> int:
-        return len(self._entries)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all of them."""
-        return self._bytes
-
     def find(self, key: bytes) -> Layout | None:
         """The layout of a key, which is now the last to go."""
         found = self._entries.get(key)

@@ -18,6 +18,7 @@ import aiohttp
 from prometheus_client.parser import text_string_to_metric_families
 
 from sglang_epd.errors import ConfigError, ProtocolError, UnavailableError
+from sglang_epd.logs import clean
 from sglang_epd.trust import Trust
 from sglang_epd.wire import rpc
 from sglang_epd.wire.http import open_session, read_body
@@ -296,4 +297,4 @@ def _misunderstood(error: Exception) -> str:
 
 def _plain(text: object) -> str:
     """A foreign text, as it may be shown on a terminal."""
-    return "".join(one if one.isprintable() else "?" for one in str(text)[:_MAX_SHOWN])
+    return clean(str(text), _MAX_SHOWN)

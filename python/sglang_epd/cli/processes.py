@@ -26,7 +26,6 @@ import urllib.request
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Protocol
 
 _POLL_S = 0.1
 # Time for a server's own children to end after the server.
@@ -76,19 +75,6 @@ def free_port() -> int:
     raise ServerError(f"no free port from {_PORTS.start} to {_PORTS.stop - 1}")
 
 
-class Process(Protocol):
-    """The part of `subprocess.Popen` that a started process needs."""
-
-    @property
-    def pid(self) -> int: ...
-
-    def poll(self) -> int | None: ...
-
-    def wait(self, timeout: float | None = None) -> int: ...
-
-    def terminate(self) -> None: ...
-
-
 class ServerProcess:
     """One server as a child process, with everything that it starts in turn.
 
@@ -115,7 +101,7 @@ class ServerProcess:
         self.log_path = log_path
         self.ready_url = ready_url
         self._env = dict(env) if env is not None else None
-        self._process: Process | None = None
+        self._process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> ServerProcess:
         self.start()
@@ -226,7 +212,7 @@ class ServerProcess:
             return ""
         return "\n".join(text.splitlines()[-lines:])
 
-    def _begin(self) -> Process:
+    def _begin(self) -> subprocess.Popen[bytes]:
         with self.log_path.open("wb") as log:
             return subprocess.Popen(
                 [

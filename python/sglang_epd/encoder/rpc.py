@@ -2,10 +2,9 @@
 
 sglang_epd.Encoder     Encode and Status, for this package's language servers (`wire.rpc`)
 grpc.health.v1         Check and Watch, by any name; serving as `GET /health` says
-reflection             the names of the services
 
-`encoder.sglang_rpc` adds SGLang's own service. Of what asks for no token, only reflection reads
-messages, and those one at a time: gRPC's bound on a message is one for all methods of a server.
+`encoder.sglang_rpc` adds SGLang's own service. What asks for no token reads no message: gRPC's
+bound on one is the same for all methods of a server.
 """
 
 from __future__ import annotations
@@ -13,18 +12,19 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from http import HTTPStatus
-from typing import Any, Protocol
+from typing import TYPE_CHECKING
 
 import grpc
 import msgspec
-from google.protobuf.message import DecodeError
 from grpc_health.v1 import health_pb2
-from grpc_reflection.v1alpha import reflection, reflection_pb2
 from starlette.responses import Response
 
 from sglang_epd.encoder.answering import Answering
 from sglang_epd.errors import ConfigError
 from sglang_epd.wire import rpc
+
+if TYPE_CHECKING:  # it imports this module
+    from sglang_epd.encoder.sglang_rpc import SglangService
 
 _HEALTH = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
 # As of HTTP: until a connection has begun to speak, and while it says nothing more.
@@ -34,8 +34,6 @@ _HANDSHAKE_S, _IDLE_S = 20, 75
 _REST_SILENCE_S, _REST_S = 1.0, 30.0
 # The largest bound on a message that gRPC takes.
 _MOST_BYTES = 2**31 - 1
-# Of reflection: bytes of a question, and how long one asker's take.
-_QUESTION_BYTES, _QUESTIONS_S = 4096, 5.0
 
 
 class Call:
@@ -54,16 +52,6 @@ class Call:
         await asyncio.Event().wait()
 
 
-class Service(Protocol):
-    """Methods of a server, which take and give bytes."""
-
-    name: str
-
-    def handlers(self) -> dict[str, grpc.RpcMethodHandler]: ...
-
-    def close(self) -> None: ...
-
-
 class RpcServer:
     """Listens from `start` to `stop`.
 
@@ -80,7 +68,7 @@ class RpcServer:
         self,
         answering: Answering,
         address: str,
-        other: Service | None = None,
+        other: SglangService | None = None,
     ) -> None:
         self._answering = answering
         options = [
@@ -104,7 +92,6 @@ class RpcServer:
         services = {rpc.SERVICE: own, _HEALTH: health}
         if other is not None:
             services[other.name] = other.handlers()
-        services[reflection.SERVICE_NAME] = _Reflection([*services]).handlers()
         handlers = map(grpc.method_handlers_generic_handler, services, services.values())
         self._server.add_generic_rpc_handlers(tuple(handlers))
         self._other = other
@@ -169,39 +156,6 @@ async def _drop_rest(messages: AsyncIterator[bytes]) -> None:
 def set_status(context: grpc.aio.ServicerContext, response: Response) -> None:
     again = response.headers.get("Retry-After", "")
     context.set_trailing_metadata(((rpc.CODE, str(response.status_code)), (rpc.AGAIN, again)))
-
-
-class _Reflection(reflection.aio.ReflectionServicer):
-    """Answers one asker after the other, each for a short time: a stranger's message may be as
-    large as an encode request, and is in memory before its bytes are counted."""
-
-    def __init__(self, services: list[str]) -> None:
-        super().__init__([*services, reflection.SERVICE_NAME])
-        self._turn = asyncio.Lock()
-
-    def handlers(self) -> dict[str, grpc.RpcMethodHandler]:
-        answer = reflection_pb2.ServerReflectionResponse.SerializeToString
-        method = grpc.stream_stream_rpc_method_handler(
-            self.ServerReflectionInfo, response_serializer=answer
-        )
-        return {"ServerReflectionInfo": method}
-
-    async def ServerReflectionInfo(
-        self, messages: AsyncIterator[bytes], context: grpc.aio.ServicerContext
-    ) -> AsyncIterator[Any]:
-        try:
-            async with self._turn, asyncio.timeout(_QUESTIONS_S):
-                async for answer in super().ServerReflectionInfo(_questions(messages), context):
-                    yield answer
-        except (DecodeError, TimeoutError, ValueError) as error:
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"no question: {error}")
-
-
-async def _questions(messages: AsyncIterator[bytes]) -> AsyncIterator[Any]:
-    async for message in messages:
-        if len(message) > _QUESTION_BYTES:
-            raise ValueError(f"over {_QUESTION_BYTES} bytes")
-        yield reflection_pb2.ServerReflectionRequest.FromString(message)
 
 
 def _headers(context: grpc.aio.ServicerContext) -> dict[str, str]:

@@ -343,14 +343,17 @@ def _store_url(settings: Settings) -> str:
     return url
 
 
+def _on_cpu() -> bool:
+    from sglang.srt.runtime_context import get_device
+
+    return str(get_device().device).startswith("cpu")
+
+
 def _batch(settings: Settings) -> BatchBounds:
     """The size of a forward pass, as typed or the best one. A processor computes a patch of a
     batch that is larger than its caches more slowly; an accelerator needs much to be busy, so
     that small pictures may be many."""
-    from sglang.srt.runtime_context import get_device
-
-    on_cpu = get_device().device.startswith("cpu")
-    patches, items = (2048, 32) if on_cpu else (16_384, 128)
+    patches, items = (2048, 32) if _on_cpu() else (16_384, 128)
     return BatchBounds(
         settings.encoder_batch_patches or patches, settings.encoder_batch_items or items
     )
@@ -457,9 +460,7 @@ def _housekeeping(
     metrics: EncoderMetrics,
     rpc_server: RpcServer | None = None,
 ) -> Any:
-    from sglang.srt.runtime_context import get_device
-
-    on_cpu = get_device().device.startswith("cpu")
+    on_cpu = _on_cpu()
 
     async def keep_house() -> None:
         tidy_at = finished = service.finished

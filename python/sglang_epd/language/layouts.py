@@ -70,9 +70,6 @@ class Board:
         self._bytes = 0
         self._watchers: dict[int, list[Callable[[], None]]] = {}
 
-    def __len__(self) -> int:
-        return len(self._slots)
-
     def open(self, room: int, ttl_s: float) -> Slot:
         """A new slot for a room, in place of the one it may have had; the request's own deadline
         settles it within `ttl_s`.

@@ -101,11 +101,6 @@ class Ledger:
             asked.add(ticket)
             yield ticket
 
-    @property
-    def claimed(self) -> int:
-        """Claims that wait for items."""
-        return sum(len(entry.claims) for entry in self._entries.values())
-
     def knows(self, ticket: str) -> bool:
         """Whether a ticket was announced, as far back as that is remembered."""
         return ticket in self._entries or ticket in self._ended

@@ -22,7 +22,6 @@ from sglang_epd.dispatch.pool import Health, Pool
 from sglang_epd.dispatch.prober import Prober
 from sglang_epd.dispatch.rpc import Rpc
 from sglang_epd.encoder import answering as answering_module
-from sglang_epd.encoder import rpc as rpc_module
 from sglang_epd.encoder.answering import Answering
 from sglang_epd.encoder.rpc import RpcServer
 from sglang_epd.errors import (

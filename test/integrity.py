@@ -62,6 +62,11 @@ def check_reservations(reservations: Reservations) -> None:
     assert all(block in blocks for block in findable), "a block that is gone can be found"
 
 
+def claimed(ledger: Ledger) -> int:
+    """Claims that wait for items."""
+    return sum(len(entry.claims) for entry in ledger._entries.values())
+
+
 def check_ledger(ledger: Ledger) -> None:
     check_reservations(ledger.reservations)
     relying = {

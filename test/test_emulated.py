@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from clocks import Clock
 from sglang_epd import emulated
 from sglang_epd.emulated import EmulatedAccelerator, Pass
 from sglang_epd.errors import ConfigError
@@ -17,21 +18,7 @@ from sglang_epd.profile import load_profile
 PROFILE = load_profile("h100-qwen2_5-vl-7b")
 
 
-class Time:
-    """A clock that goes on when told, and by what is slept."""
-
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
-    def sleep(self, seconds: float) -> None:
-        assert seconds > 0
-        self.now += seconds
-
-
-def run(device: EmulatedAccelerator, clock: Time, real_s: float, **seconds: float) -> Pass:
+def run(device: EmulatedAccelerator, clock: Clock, real_s: float, **seconds: float) -> Pass:
     with device.launch() as launched:
         for kind, cost in seconds.items():
             launched.add(kind, cost)
@@ -47,7 +34,7 @@ passes = st.lists(
 
 @given(passes=passes, dilation=st.sampled_from([1.0, 2.5, 8.0]))
 def test_passes_run_in_order_each_for_its_dilated_cost(passes, dilation):
-    clock = Time()
+    clock = Clock(100.0)
     device = EmulatedAccelerator(PROFILE, dilation, clock=clock, sleep=clock.sleep)
     heard: list[Pass] = []
     device.listen = heard.append
@@ -72,7 +59,7 @@ def test_passes_run_in_order_each_for_its_dilated_cost(passes, dilation):
 
 
 def test_the_parts_of_a_pass_add_up():
-    clock = Time()
+    clock = Clock(100.0)
     device = EmulatedAccelerator(PROFILE, 2.0, clock=clock, sleep=clock.sleep)
     with device.launch() as launched:
         assert device.launching is launched
@@ -84,7 +71,7 @@ def test_the_parts_of_a_pass_add_up():
 
 
 def test_a_pass_that_fails_takes_no_time():
-    clock = Time()
+    clock = Clock(100.0)
     device = EmulatedAccelerator(PROFILE, clock=clock, sleep=clock.sleep)
     with pytest.raises(RuntimeError), device.launch() as launched:
         launched.add("prefill", 5.0)

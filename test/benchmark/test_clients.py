@@ -13,6 +13,8 @@ from comparison.clients import BenchServing, Load, converse, outcomes, question
 from comparison.figures import Outcome
 from comparison.workloads import Request
 
+import sites
+
 TALK = Request("media", [[{"type": "text", "text": f"turn {n}"}] for n in range(3)], 4)
 
 
@@ -92,14 +94,8 @@ async def site() -> Any:
     site = Site()
     app = web.Application(client_max_size=1 << 26)
     app.router.add_post("/v1/chat/completions", site.answer)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    port = web.TCPSite(runner, "127.0.0.1", 0)
-    await port.start()
-    (address,) = runner.addresses
-    site.url = f"http://127.0.0.1:{address[1]}"  # type: ignore[attr-defined]
-    yield site
-    await runner.cleanup()
+    async with sites.up(app) as site.url:  # type: ignore[attr-defined]
+        yield site
 
 
 async def test_a_conversation_brings_its_answers_along(site: Any) -> None:

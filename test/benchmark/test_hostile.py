@@ -24,6 +24,7 @@ from hostile_attacks import ATTACKS, REQUESTS_PER_S, STRANGERS, USERS, Attacker,
 from hostile_report import Row, attack_rows, missed
 from PIL import Image
 
+import sites
 from sglang_epd.errors import ProtocolError
 from sglang_epd.wire.messages import UnreadOffer, decode_from_encoder
 
@@ -126,21 +127,18 @@ async def test_users_attack_a_language_server(name: str) -> None:
     site = Site()
     app = web.Application(client_max_size=1 << 30)
     app.router.add_post("/v1/chat/completions", site.chat)
-    runner = web.AppRunner(app, shutdown_timeout=0.1)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    attacker = target(language="http://{}:{}".format(*runner.addresses[0]))
-    attacking = asyncio.create_task(attack(ATTACKS[name](attacker), LONGEST_S))
-    begin = time.monotonic()
-    try:
-        while not attacking.done() and not (site.read if name in URLS else site.bodies):
-            await asyncio.sleep(0.1)
-        await asyncio.sleep(SECONDS)
-    finally:
-        attacking.cancel()
-        with suppress(asyncio.CancelledError):
-            await attacking
-        await runner.cleanup()
+    async with sites.up(app) as url:
+        attacker = target(language=url)
+        attacking = asyncio.create_task(attack(ATTACKS[name](attacker), LONGEST_S))
+        begin = time.monotonic()
+        try:
+            while not attacking.done() and not (site.read if name in URLS else site.bodies):
+                await asyncio.sleep(0.1)
+            await asyncio.sleep(SECONDS)
+        finally:
+            attacking.cancel()
+            with suppress(asyncio.CancelledError):
+                await attacking
     assert 0 < len(site.bodies) <= REQUESTS_PER_S * (time.monotonic() - begin) + 2
     assert len(set(site.bodies)) == len(site.bodies) or name == "escapes"
     assert attacker.sent_bytes >= max(map(len, site.bodies))

@@ -208,7 +208,7 @@ def test_what_was_added_is_found_and_the_first_stays():
     cache.add(key(1), layout(4))
     assert cache.find(key(1)) == layout(3)
     assert cache.find(key(2)) is None
-    assert len(cache) == 1
+    assert len(cache._entries) == 1
 
 
 def test_the_least_recently_used_goes_first():
@@ -227,12 +227,12 @@ def test_its_bytes_are_bounded(times, count):
     cache = LayoutCache(max_bytes=bound)
     for number in range(count):
         cache.add(key(number), layout(1, times))
-        assert cache.nbytes <= bound
-    assert 0 < len(cache) < count
+        assert cache._bytes <= bound
+    assert 0 < len(cache._entries) < count
     assert cache.find(key(count - 1)) is not None
 
 
 def test_one_that_is_too_large_is_not_kept():
     cache = LayoutCache(max_bytes=1000)
     cache.add(key(0), layout(1, 10_000))
-    assert (len(cache), cache.nbytes) == (0, 0)
+    assert (len(cache._entries), cache._bytes) == (0, 0)

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from sglang_epd.cli.processes import ServerError, ServerProcess, free_port, stop_all
+from waiting import reached
 
 # A server whose child sleeps for ever; both ignore SIGTERM when told to.
 SERVER = """
@@ -165,10 +166,7 @@ def test_server_dies_with_a_killed_parent(tmp_path: Path) -> None:
         time.sleep(0.5)  # past the exec that follows the request for the signal
         assert runs(pid)
         parent.kill()
-    deadline = time.monotonic() + 5
-    while runs(pid):
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    reached(lambda: not runs(pid))
 
 
 def test_free_ports_are_not_given_twice_and_not_those_of_outgoing_connections() -> None:

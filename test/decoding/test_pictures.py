@@ -31,6 +31,7 @@ from sglang_epd.errors import (
     UnavailableError,
 )
 from sglang_epd.media import MediaLimits
+from waiting import reached
 
 GOOD = encoded(noise(200, 150), "JPEG")
 # Takes seconds.
@@ -200,8 +201,7 @@ def test_small_pictures_pass_large_ones_that_wait_for_memory(make: Make) -> None
     with decoders.begin() as holder, ThreadPoolExecutor(8) as pool:
         holder.image(data)
         waiting = [pool.submit(outcome, decoders, data) for _ in range(4)]
-        while decoders.waiting < len(waiting):
-            time.sleep(0.01)
+        reached(lambda: decoders.waiting >= len(waiting))
         for _ in range(5):
             assert isinstance(outcome(decoders, GOOD, 30), Image.Image)
         assert not any(one.done() for one in waiting)
@@ -258,8 +258,7 @@ def test_what_waits_for_memory_can_be_stopped(make: Make) -> None:
                 item.image(attacks.bomb("jpeg 2000"))
 
         waiting = pool.submit(decode)
-        while not decoders.waiting:
-            time.sleep(0.01)
+        reached(lambda: decoders.waiting)
         item.stop()
         with pytest.raises(RequestCancelledError):
             waiting.result(30)
@@ -291,8 +290,7 @@ def test_a_child_that_is_struck_over_an_item_fails_that_item_alone(make: Make, b
     used = sum(child.cpu_times()[:2])
     with ThreadPoolExecutor(1) as pool:
         bad = pool.submit(outcome, decoders, SLOW, 3.0 if blow == signal.SIGSTOP else 60.0)
-        while sum(child.cpu_times()[:2]) < used + 0.1 and not bad.done():
-            time.sleep(0.01)
+        reached(lambda: sum(child.cpu_times()[:2]) >= used + 0.1 or bad.done())
         os.kill(child.pid, blow)
         error = bad.result()
     assert isinstance(error, DeadlineError if blow == signal.SIGSTOP else MediaError)
@@ -309,8 +307,7 @@ def test_the_end_of_the_process_that_forks_is_no_items_fault(make: Make) -> None
     used = sum(child.cpu_times()[:2])
     with ThreadPoolExecutor(1) as pool:
         slow = pool.submit(outcome, decoders, SLOW)
-        while sum(child.cpu_times()[:2]) < used + 0.1 and not slow.done():
-            time.sleep(0.01)
+        reached(lambda: sum(child.cpu_times()[:2]) >= used + 0.1 or slow.done())
         os.kill(forker, signal.SIGKILL)
         assert isinstance(slow.result(), UnavailableError)
     assert isinstance(outcome(decoders, GOOD), Image.Image)
@@ -325,8 +322,7 @@ def test_idle_children_and_the_process_that_forks_them_may_be_struck(make: Make,
     idle = psutil.Process(forker).children()
     os.kill(forker, blow)
     if blow == signal.SIGKILL:
-        while not all(map(_ended, idle)):  # with it
-            time.sleep(0.01)
+        reached(lambda: all(map(_ended, idle)))  # with it
     assert isinstance(outcome(decoders, GOOD), Image.Image)
 
 

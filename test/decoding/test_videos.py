@@ -22,6 +22,7 @@ from sglang_epd.decoding import Decoders
 from sglang_epd.decoding.decoders import SMALL_BYTES
 from sglang_epd.errors import DeadlineError, EpdError, MediaError, MediaTooLargeError
 from sglang_epd.modality import AUDIO, MODALITIES
+from waiting import reached
 
 MARGIN = 96 << 20
 
@@ -101,8 +102,7 @@ def test_one_that_holds_frames_may_have_more_before_others_begin(strict: Decoder
         pool = stack.enter_context(ThreadPoolExecutor(2))
         many = [0] * 24
         futures = [pool.submit(outcome, film.read, many) for film in films]
-        while not any(future.done() for future in futures):
-            time.sleep(0.01)
+        reached(lambda: any(future.done() for future in futures))
         kinds = []
         for item, future in zip((first, second), futures, strict=True):
             if future.done():
@@ -195,8 +195,7 @@ def test_large_videos_wait_for_memory_and_small_ones_pass(strict: Decoders) -> N
     with decoders.begin() as holder, ThreadPoolExecutor(3) as pool:
         holder.video(large).read(list(range(8)))
         waiting = [pool.submit(outcome, frames, decoders, large, [0] * 16) for _ in range(2)]
-        while decoders.waiting < 2:
-            time.sleep(0.01)
+        reached(lambda: decoders.waiting >= 2)
         with decoders.begin() as item:
             assert item.video(small).facts.frames == 8
         holder.__exit__()

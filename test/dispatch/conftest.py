@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 import pytest
 from aiohttp import web
 
+import sites
 from sglang_epd.dispatch.client import EncoderClient
 from sglang_epd.errors import EpdError
 from sglang_epd.wire.http import (
@@ -105,18 +106,16 @@ class FakeEncoder:
 
 @contextlib.asynccontextmanager
 async def served(
-    method: str, path: str, handle: Callable[[web.Request], Awaitable[web.StreamResponse]], **how
+    method: str,
+    path: str,
+    handle: Callable[[web.Request], Awaitable[web.StreamResponse]],
+    tls: ssl.SSLContext | None = None,
 ) -> AsyncIterator[str]:
-    """A handler on loopback; its server's host and port."""
+    """A handler on loopback; its server's URL."""
     app = web.Application(client_max_size=1 << 30)
     app.router.add_route(method, path, handle)
-    runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
-    await runner.setup()
-    try:
-        await web.TCPSite(runner, "127.0.0.1", 0, **how).start()
-        yield f"127.0.0.1:{runner.addresses[0][1]}"
-    finally:
-        await runner.cleanup()
+    async with sites.up(app, tls=tls, handler_cancellation=True) as url:
+        yield url
 
 
 @pytest.fixture
@@ -127,7 +126,7 @@ async def start() -> AsyncIterator[Start]:
         async def start() -> FakeEncoder:
             encoder = FakeEncoder()
             place = served("POST", "/v1/encode", encoder.handle)
-            encoder.url = f"http://{await stack.enter_async_context(place)}"
+            encoder.url = await stack.enter_async_context(place)
             return encoder
 
         yield start
@@ -184,9 +183,8 @@ async def status_server() -> AsyncIterator[Callable[..., Awaitable[StatusServer]
 
         async def start(namespace: str = "ours", tls: ssl.SSLContext | None = None) -> StatusServer:
             server = StatusServer(namespace)
-            place = served("GET", "/v1/status", server.handle, ssl_context=tls)
-            scheme = "https" if tls else "http"
-            server.url = f"{scheme}://{await stack.enter_async_context(place)}"
+            place = served("GET", "/v1/status", server.handle, tls)
+            server.url = await stack.enter_async_context(place)
             return server
 
         yield start

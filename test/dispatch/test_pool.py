@@ -2,12 +2,12 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from clocks import Clock
 from sglang_epd.dispatch.pool import LEASE, STATIC, Health, Pool, Report, View, usable
 from sglang_epd.errors import NamespaceError, OverloadedError, TokenError, UnavailableError
 
@@ -15,14 +15,14 @@ A, B = "http://a:1", "http://b:1"
 
 
 @pytest.fixture
-def clock() -> SimpleNamespace:
-    """The pool's; it stands still, at `now`."""
-    return SimpleNamespace(now=100.0)
+def clock() -> Clock:
+    """The pool's."""
+    return Clock(100.0)
 
 
 @pytest.fixture
 def pool(clock) -> Pool:
-    return Pool("ns", lambda: clock.now)
+    return Pool("ns", clock)
 
 
 def join(pool: Pool, *urls: str) -> None:

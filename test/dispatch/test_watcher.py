@@ -8,13 +8,13 @@ import socket
 import threading
 import time
 from collections.abc import AsyncIterator, Callable
-from types import SimpleNamespace
 from typing import Any
 
 import aiohttp
 import pytest
 
 import certificates
+from clocks import Clock
 from sglang_epd.dispatch import registry as registry_module
 from sglang_epd.dispatch.pool import LEASE, STATIC, Health, Pool
 from sglang_epd.dispatch.prober import Pace
@@ -31,14 +31,14 @@ Call = Callable[..., Any]
 
 
 @pytest.fixture
-def clock() -> SimpleNamespace:
-    """The pool's; it stands still, at `now`."""
-    return SimpleNamespace(now=1000.0)
+def clock() -> Clock:
+    """The pool's."""
+    return Clock(1000.0)
 
 
 @pytest.fixture
 def pool(clock) -> Pool:
-    return Pool("ours", lambda: clock.now)
+    return Pool("ours", clock)
 
 
 @pytest.fixture

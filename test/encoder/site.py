@@ -9,6 +9,8 @@ from typing import Any
 
 from aiohttp import web
 
+import sites
+
 BODY = b"picture" * 1000
 
 
@@ -59,12 +61,8 @@ async def serving() -> AsyncIterator[Site]:
     site = Site()
     app = web.Application()
     app.router.add_route("*", "/{path:.*}", site.handle)
-    runner = web.AppRunner(app, shutdown_timeout=0.1)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    site.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-    try:
-        yield site
-    finally:
-        site.gate.set()
-        await runner.cleanup()
+    async with sites.up(app) as site.url:
+        try:
+            yield site
+        finally:
+            site.gate.set()

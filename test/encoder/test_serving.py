@@ -10,7 +10,6 @@ import os
 import signal
 import socket
 import threading
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
 from multiprocessing import Pipe
@@ -21,10 +20,10 @@ import pytest
 import uvicorn
 from fastapi import FastAPI, Response
 
-import waiting
 from forking import fork
 from sglang_epd.encoder import serving
 from sglang_epd.encoder.serving import DrainingServer, PromptHeads, SeldomMalformed, run
+from waiting import reached, until
 
 PATIENCE_S = 10.0
 REQUEST = b"GET / HTTP/1.1\r\nHost: here\r\n\r\n"
@@ -135,7 +134,7 @@ class Server:
         self.drains()
 
     def drains(self) -> None:
-        until(lambda: self.get("/health")[0] == 503)
+        reached(lambda: self.get("/health")[0] == 503)
 
     def ended(self) -> bool:
         """Whether it ended in good order."""
@@ -167,16 +166,9 @@ def work(server) -> Iterator[list[tuple[int, bytes]]]:
 
     asking = threading.Thread(target=ask)
     asking.start()
-    until(lambda: server.get("/live")[1] == b"1")
+    reached(lambda: server.get("/live")[1] == b"1")
     yield answers
     asking.join(PATIENCE_S)
-
-
-def until(condition: Callable[[], bool]) -> None:
-    give_up = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < give_up
-        time.sleep(0.005)
 
 
 # Signals, and towers that break
@@ -201,7 +193,7 @@ def test_told_to_stop_it_finishes_what_it_has(server, work, end, status):
     server.get("/finish")
     assert server.ended()
     assert server.process.exitcode == status
-    until(lambda: work == [(200, b"done")])
+    reached(lambda: work == [(200, b"done")])
 
 
 @pytest.mark.parametrize(
@@ -250,11 +242,11 @@ async def test_it_registers_when_it_listens_and_leaves_before_it_drains():
         assert registration.steps == ["start"]
         service.idle.clear()
         server.handle_exit(signal.SIGTERM, None)
-        await waiting.until(lambda: registration.steps == ["start", "leave"])
+        await until(lambda: registration.steps == ["start", "leave"])
         assert service.admission.draining
         assert not server.should_exit, "it has work"
         service.idle.set()
-        await waiting.until(lambda: server.should_exit)
+        await until(lambda: server.should_exit)
         await server.shutdown([listening])
 
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import base64
 import io
 import random
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import requests
 from PIL import Image
+
+from waiting import reached
 
 TIMEOUT_S = 120.0
 # Of log-probabilities that are computed in another order.
@@ -21,11 +22,7 @@ T = TypeVar("T")
 
 def until(condition: Callable[[], T], seconds: float = 60.0, why: object = "") -> T:
     """Wait for a condition that nobody signals; returns what made it true."""
-    end = time.monotonic() + seconds
-    while not (found := condition()):
-        assert time.monotonic() < end, why or "it did not happen in time"
-        time.sleep(0.1)
-    return found
+    return reached(condition, seconds, why, pause_s=0.1)
 
 
 def png(image: Image.Image) -> bytes:

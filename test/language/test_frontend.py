@@ -28,6 +28,7 @@ from sglang_epd.tally import Tally
 from sglang_epd.wire.http import EncodeItem, ItemLayout, LayoutReply, ReplyTo, decode_body
 from sglang_epd.wire.messages import Expect, Layout, Needed, TensorSpec
 from spans import said
+from waiting import until
 
 ITEMS = [EncodeItem(0, "IMAGE", "image 1 of 1", data=b"x")]
 TIMEOUT_S = 30.0
@@ -115,9 +116,7 @@ def frontend(dispatcher, control):
 
 async def idle(frontend) -> None:
     """Until no request is live any more."""
-    async with asyncio.timeout(5):
-        while len(frontend):
-            await asyncio.sleep(0)
+    await until(lambda: not len(frontend))
 
 
 async def test_a_request_is_announced_then_dispatched(frontend, dispatcher, control):
@@ -394,9 +393,7 @@ async def test_nothing_is_sent_of_what_is_here_and_the_decode_server_knows_it(
     frontend = asking()
     expect = frontend.start("rid", MIXED[:2], 1, slot)
     control.needs(expect.ticket)
-    async with asyncio.timeout(5):
-        while not slot.settled:
-            await asyncio.sleep(0)
+    await until(lambda: slot.settled)
     assert told(slot).items == [layout_of(item) for item in MIXED[:2]]
     assert not dispatcher.runs
     frontend.cancel_all()
@@ -506,9 +503,7 @@ async def test_requests_may_rest_on_the_prefix_cache_if_all_their_layouts_are_kn
     frontend.again("every", MIXED[:2], again)
     control.needs("again", 0, 1)
     dispatcher.go_on.set()
-    async with asyncio.timeout(5):
-        while dispatcher.runs[-1][0].ticket != "again":
-            await asyncio.sleep(0)
+    await until(lambda: dispatcher.runs[-1][0].ticket == "again")
     for others in (MIXED[1:3], MIXED[:1]):
         with pytest.raises(ProtocolError):
             frontend.again("every", others, again)

@@ -7,11 +7,13 @@ import logging
 import threading
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
 
 import aiohttp
 import pytest
 from aiohttp import web
 
+import sites
 from sglang_epd.errors import DeadlineError, MediaTooLargeError
 from sglang_epd.language import layout_exchange
 from sglang_epd.language.layout_exchange import PATH, LayoutClient, LayoutRoute, authorization
@@ -32,21 +34,16 @@ def board():
 @pytest.fixture
 async def serve(board):
     """Serve the board; returns the port."""
-    runners = []
+    async with AsyncExitStack() as stack:
 
-    async def start(handler=None, **options) -> int:
-        options = {"trust": Trust("secret"), "poll_s": 0.1, "unheard_of_s": 0.1, **options}
-        app = web.Application()
-        app.router.add_get(PATH, handler or LayoutRoute(board, **options).handle)
-        runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
-        await runner.setup()
-        runners.append(runner)
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        return runner.addresses[0][1]
+        async def start(handler=None, **options) -> int:
+            options = {"trust": Trust("secret"), "poll_s": 0.1, "unheard_of_s": 0.1, **options}
+            app = web.Application()
+            app.router.add_get(PATH, handler or LayoutRoute(board, **options).handle)
+            served = sites.up(app, handler_cancellation=True)
+            return int((await stack.enter_async_context(served)).rpartition(":")[2])
 
-    yield start
-    for runner in runners:
-        await runner.cleanup()
+        yield start
 
 
 @pytest.fixture
@@ -166,13 +163,8 @@ async def test_a_server_that_does_not_answer_is_asked_again(
     assert not asking.done()
     app = web.Application()
     app.router.add_get(PATH, LayoutRoute(board, Trust("secret")).handle)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    try:
-        await web.TCPSite(runner, "127.0.0.1", unused_tcp_port).start()
+    async with sites.up(app, unused_tcp_port):
         assert await asking == [described()]
-    finally:
-        await runner.cleanup()
 
 
 @pytest.mark.parametrize("status", [200, 302, 500])

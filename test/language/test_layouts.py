@@ -4,6 +4,7 @@ import threading
 
 import pytest
 
+from clocks import Clock
 from sglang_epd.errors import DeadlineError, MediaError
 from sglang_epd.language import layouts
 from sglang_epd.language.layouts import Board
@@ -12,17 +13,9 @@ from sglang_epd.wire.http import ErrorReply, LayoutReply, decode_body
 TTL_S = 100.0
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 @pytest.fixture
 def clock():
-    return Clock()
+    return Clock(1000.0)
 
 
 @pytest.fixture
@@ -68,7 +61,7 @@ def test_a_room_that_is_used_again_belongs_to_the_later_request(board, described
     assert not board.look(7).settled
     second.learnt([described("b")])
     assert read(board, 7).items == [described("b")]
-    assert len(board) == 1
+    assert len(board._slots) == 1
 
 
 def test_what_is_known_is_kept_for_a_minute_and_the_rest_until_its_deadline(
@@ -84,14 +77,14 @@ def test_what_is_known_is_kept_for_a_minute_and_the_rest_until_its_deadline(
     assert board.look(8)
     clock.now += layouts._GRACE_S + 1
     board.open(9, TTL_S)
-    assert len(board) == 1
+    assert len(board._slots) == 1
 
 
 def test_rooms_are_bounded_in_number(clock, described):
     board = Board(clock, max_rooms=3)
     for room in range(5):
         board.open(room, TTL_S).learnt([described()])
-    assert len(board) == 3
+    assert len(board._slots) == 3
     assert [board.look(room) is not None for room in range(5)] == [False, False, True, True, True]
 
 
@@ -99,7 +92,7 @@ def test_rooms_are_bounded_in_bytes(clock, described):
     board = Board(clock, max_bytes=4000)
     for room in range(100):
         board.open(room, TTL_S).learnt([described()] * 4)
-    assert 1 < len(board) < 20
+    assert 1 < len(board._slots) < 20
     assert 0 < board._bytes <= 4000
     for room in range(100):
         board.open(room, TTL_S)

@@ -3,13 +3,13 @@ from __future__ import annotations
 import asyncio
 import gc
 import hashlib
-import io
 import sys
 import time
 
 import pytest
 from PIL import Image
 
+from media.samples import encoded
 from sglang_epd.errors import (
     DeadlineError,
     EpdError,
@@ -22,12 +22,11 @@ from sglang_epd.language.local_images import LocalImages
 from sglang_epd.media import MediaLimits, digest
 from sglang_epd.namespace import embedding_key
 from sglang_epd.wire.http import EncodeItem
+from waiting import until
 
 
 def png(width: int = 8, height: int = 6, mode: str = "RGBA") -> bytes:
-    file = io.BytesIO()
-    Image.new(mode, (width, height), 7).save(file, "PNG")
-    return file.getvalue()
+    return encoded(Image.new(mode, (width, height), 7))
 
 
 def item(data: bytes | None = None, url: str | None = None, number: int = 0, **changes):
@@ -87,9 +86,7 @@ async def test_the_other_images_of_a_request_that_fails_are_gone_with_it(images)
         await asyncio.wait([reading])
         assert isinstance(reading.exception(), MediaError)
         del reading
-        async with asyncio.timeout(10):
-            while sys.getrefcount(media) > before:  # a thread lets go of it, too
-                await asyncio.sleep(0.01)
+        await until(lambda: sys.getrefcount(media) <= before)  # a thread lets go of it, too
     finally:
         gc.enable()
 

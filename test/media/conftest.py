@@ -1,26 +1,22 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
 
 import pytest
 from aiohttp import web
 
+import sites
 from media.samples import Handler, Serve
 
 
 @pytest.fixture
 async def serve() -> AsyncIterator[Serve]:
-    runners: list[web.AppRunner] = []
+    async with AsyncExitStack() as stack:
 
-    async def start(handler: Handler) -> str:
-        app = web.Application()
-        app.router.add_route("*", "/{path:.*}", handler)
-        runner = web.AppRunner(app, shutdown_timeout=0.1)
-        await runner.setup()
-        runners.append(runner)
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        return f"http://127.0.0.1:{runner.addresses[0][1]}"
+        async def start(handler: Handler) -> str:
+            app = web.Application()
+            app.router.add_route("*", "/{path:.*}", handler)
+            return await stack.enter_async_context(sites.up(app))
 
-    yield start
-    for runner in runners:
-        await runner.cleanup()
+        yield start

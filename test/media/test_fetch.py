@@ -5,7 +5,6 @@ import base64
 import gzip
 import socket
 import ssl
-import subprocess
 import time
 import zlib
 from collections.abc import Callable
@@ -16,6 +15,8 @@ import pytest
 from aiohttp import web
 from aiohttp.abc import AbstractResolver, ResolveResult
 
+import certificates
+import sites
 from media.samples import Serve, drip, in_seconds, local_limits, raw_server
 from sglang_epd.errors import (
     DeadlineError,
@@ -662,33 +663,15 @@ async def test_a_host_that_does_not_take_connections() -> None:
             opened.close()
 
 
-@pytest.fixture
-def certificate(tmp_path: Path) -> Path:
-    """A self-signed certificate of 127.0.0.1 and its key, in one file."""
-    file = tmp_path / "certificate.pem"
-    command = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes"
-    subject = ["-subj", "/CN=127.0.0.1", "-keyout", file, "-out", file.with_suffix(".crt")]
-    try:
-        subprocess.run([*command.split(), *subject], capture_output=True, check=True)
-    except (OSError, subprocess.CalledProcessError):
-        pytest.skip("no openssl to make a certificate with")
-    file.write_bytes(file.read_bytes() + file.with_suffix(".crt").read_bytes())
-    return file
-
-
-async def test_certificates_are_checked(certificate: Path) -> None:
+async def test_certificates_are_checked(tmp_path: Path) -> None:
+    made = certificates.make(tmp_path)
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-    context.load_cert_chain(certificate)
+    context.load_cert_chain(made.certfile, made.keyfile)
     app = web.Application()
     app.router.add_get("/", give_body)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0, ssl_context=context).start()
-    try:
+    async with sites.up(app, tls=context) as url:
         with pytest.raises(MediaError, match=r"no secure connection to 127\.0\.0\.1"):
-            await fetch(f"https://127.0.0.1:{runner.addresses[0][1]}/")
-    finally:
-        await runner.cleanup()
+            await fetch(f"{url}/")
 
 
 async def test_sources_that_were_never_parsed() -> None:

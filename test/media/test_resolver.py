@@ -12,6 +12,7 @@ import pytest
 
 from sglang_epd.media import resolver as module
 from sglang_epd.media.resolver import SystemResolver
+from waiting import until
 
 FOUND = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.1", 80))]
 PATIENCE_S = 10.0
@@ -48,9 +49,7 @@ def names(monkeypatch: pytest.MonkeyPatch) -> Iterator[Names]:
 
 async def hang(resolver: SystemResolver, names: Names, hosts: list[str]) -> list[asyncio.Task]:
     tasks = [asyncio.create_task(resolver.resolve(host)) for host in hosts]
-    async with asyncio.timeout(PATIENCE_S):
-        while not set(hosts) <= set(names.asked):
-            await asyncio.sleep(0.01)
+    await until(lambda: set(hosts) <= set(names.asked))
     return tasks
 
 

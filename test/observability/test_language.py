@@ -77,53 +77,49 @@ def test_every_event_that_the_channel_counts_is_known_with_its_kind(registry):
     assert found == counters
 
 
-def test_the_servers_metrics_page_shows_what_a_scheduler_counted(tmp_path):
-    """Each of SGLang's processes writes files, which the page adds up while they live."""
+def page(folder: Path, *counts: str) -> str:
+    """A server's metrics page, once one more of its processes has counted so, and ended."""
     code = (
-        "from prometheus_client import CollectorRegistry, generate_latest, multiprocess\n"
-        "from sglang_epd.observability.language import PrometheusTally, ReceiverMetrics\n"
-        "tally = PrometheusTally(ReceiverMetrics())\n"
-        "tally.add('payloads', 'shared')\n"
-        "tally.held(4096, 1, 0)\n"
-        "page = CollectorRegistry()\n"
-        "multiprocess.MultiProcessCollector(page)\n"
-        "print(generate_latest(page).decode())\n"
+        "from prometheus_client import CollectorRegistry, generate_latest, multiprocess",
+        "from sglang_epd.observability.language import *",
+        *counts,
+        "page = CollectorRegistry()",
+        "multiprocess.MultiProcessCollector(page)",
+        "print(generate_latest(page).decode())",
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code],
+    return subprocess.run(
+        [sys.executable, "-c", "\n".join(code)],
         capture_output=True,
         text=True,
         check=True,
         timeout=60,
-        env={**os.environ, "PROMETHEUS_MULTIPROC_DIR": str(tmp_path)},
+        env={**os.environ, "PROMETHEUS_MULTIPROC_DIR": str(folder)},
+    ).stdout
+
+
+def test_the_servers_metrics_page_shows_what_a_scheduler_counted(tmp_path):
+    """Each of SGLang's processes writes files, which the page adds up while they live."""
+    shown = page(
+        tmp_path,
+        "tally = PrometheusTally(ReceiverMetrics())",
+        "tally.add('payloads', 'shared')",
+        "tally.held(4096, 1, 0)",
     )
-    assert f'{PREFIX}payloads_total{{landing="shared"}} 1.0' in done.stdout
-    assert f"{PREFIX}held_bytes 4096.0" in done.stdout
+    assert f'{PREFIX}payloads_total{{landing="shared"}} 1.0' in shown
+    assert f"{PREFIX}held_bytes 4096.0" in shown
 
 
 def test_a_worker_that_ended_does_not_keep_encoders_ready(tmp_path):
     """Its files stay; the alert looks at those of the worker that came in its place."""
-    code = (
-        "from prometheus_client import CollectorRegistry, generate_latest, multiprocess\n"
-        "from sglang_epd.observability.language import DispatchTally\n"
-        f"tally = DispatchTally('ns', {STATES})\n"
-        "for _ in range({}):\n"
-        "    tally.moved(None, 'joining', stays=True)\n"
-        "    tally.moved('joining', {!r}, stays=True)\n"
-        "page = CollectorRegistry()\n"
-        "multiprocess.MultiProcessCollector(page)\n"
-        "print(generate_latest(page).decode())\n"
-    )
     for number, state in ((2, "ready"), (1, "open")):
-        done = subprocess.run(
-            [sys.executable, "-c", code.format(number, state)],
-            capture_output=True,
-            text=True,
-            check=True,
-            timeout=60,
-            env={**os.environ, "PROMETHEUS_MULTIPROC_DIR": str(tmp_path)},
+        told = page(
+            tmp_path,
+            f"tally = DispatchTally('ns', {STATES})",
+            f"for _ in range({number}):",
+            "    tally.moved(None, 'joining', stays=True)",
+            f"    tally.moved('joining', {state!r}, stays=True)",
         )
-    shown = dict(re.findall(r'epd_dispatch_encoders{state="(\w+)"} (\S+)', done.stdout))
+    shown = dict(re.findall(r'epd_dispatch_encoders{state="(\w+)"} (\S+)', told))
     assert shown == {"joining": "0.0", "ready": "0.0", "open": "1.0"}
 
 

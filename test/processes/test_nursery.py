@@ -19,6 +19,7 @@ import pytest
 from sglang_epd.errors import ProtocolError, UnavailableError
 from sglang_epd.processes import nursery as nursery_module
 from sglang_epd.processes.nursery import Child, Nursery
+from waiting import reached
 
 HERE = Path(__file__).parent
 BIRTH_S = 2.0
@@ -117,10 +118,7 @@ def test_children_that_ended_are_reaped(nursery):
     assert nursery.pid is not None
     for child in children:
         child.kill()
-    deadline = time.monotonic() + 30
-    while psutil.Process(nursery.pid).children() and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert not psutil.Process(nursery.pid).children()
+    reached(lambda: not psutil.Process(nursery.pid).children(), 30)
 
 
 @pytest.mark.parametrize("blow", [signal.SIGKILL, signal.SIGSTOP])
@@ -219,10 +217,7 @@ def test_a_child_whose_descriptor_does_not_arrive_is_the_servers_fault(nursery, 
     with pytest.raises(UnavailableError, match="cannot be started"):
         echo(nursery)
     (pid,) = answers
-    deadline = time.monotonic() + 30
-    while psutil.pid_exists(pid) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert not psutil.pid_exists(pid), "nobody is at its other end"
+    reached(lambda: not psutil.pid_exists(pid), 30, why="nobody is at its other end")
 
 
 @pytest.mark.parametrize("blow", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])

@@ -18,10 +18,10 @@ from sglang_epd.seams import large_bodies
 from sglang_epd.seams.large_bodies import MANY_MEDIA, MOST_PARTS, count_parts
 from sglang_epd.seams.tokenizer import TokenizerSeam
 from sglang_epd.wire.http import LayoutReply, decode_body
+from waiting import until
 
 # SGLang's answers to errors are made with a class that FastAPI deprecates.
 pytestmark = pytest.mark.filterwarnings("ignore:ORJSONResponse is deprecated")
-PATIENCE_S = 20.0
 PICTURE = {"type": "image_url", "image_url": {"url": "data:,"}}
 Post = Callable[[bytes], Awaitable[tuple[int, Any]]]
 
@@ -61,11 +61,6 @@ class Serving:
         await self.answer.wait()
         return {"served": request.model}
 
-    async def until(self, condition: Callable[[], bool]) -> None:
-        async with asyncio.timeout(PATIENCE_S):
-            while not condition():
-                await asyncio.sleep(0.01)
-
 
 @pytest.fixture
 async def serving() -> AsyncIterator[Serving]:
@@ -95,7 +90,7 @@ async def post(sglang, hooked, serving, monkeypatch) -> AsyncIterator[Post]:
 
 async def test_large_requests_are_laid_out_one_at_a_time_and_small_ones_at_once(post, serving):
     large = [asyncio.create_task(post(many(name))) for name in ("a", "b", "c")]
-    await serving.until(lambda: bool(serving.inside))
+    await until(lambda: serving.inside)
     for _ in range(5):
         assert await post(chat(PICTURE, name="small")) == (200, {"served": "small"})
     assert len(serving.inside) == 1
@@ -107,13 +102,13 @@ async def test_large_requests_are_laid_out_one_at_a_time_and_small_ones_at_once(
 
 async def test_a_long_conversation_without_media_does_not_wait_for_others(post, serving):
     large = asyncio.create_task(post(many("media")))
-    await serving.until(lambda: bool(serving.inside))
+    await until(lambda: serving.inside)
     talk = [{"role": "user", "content": [{"type": "text", "text": "x"}]}] * 1000
     talks = [
         asyncio.create_task(post(json.dumps({"model": name, "messages": talk}).encode()))
         for name in ("a", "b")
     ]
-    await serving.until(lambda: {"a", "b"} <= set(serving.inside))
+    await until(lambda: {"a", "b"} <= set(serving.inside))
     serving.go.set()
     assert [(await one)[0] for one in (large, *talks)] == [200] * 3
 
@@ -122,7 +117,7 @@ async def test_a_turn_ends_when_its_request_is_laid_out(post, serving):
     serving.go.set()
     serving.answer.clear()
     large = [asyncio.create_task(post(many(name))) for name in ("a", "b")]
-    await serving.until(lambda: len(serving.ended) == 2)
+    await until(lambda: len(serving.ended) == 2)
     assert not any(one.done() for one in large)
     serving.answer.set()
     assert [(await one)[0] for one in large] == [200, 200]
@@ -130,7 +125,7 @@ async def test_a_turn_ends_when_its_request_is_laid_out(post, serving):
 
 async def test_after_a_turn_others_have_as_much_time_as_it_took(post, serving):
     large = [asyncio.create_task(post(many(name))) for name in ("a", "b")]
-    await serving.until(lambda: bool(serving.inside))
+    await until(lambda: serving.inside)
     (first,) = serving.inside
     await asyncio.sleep(0.3)
     serving.go.set()
@@ -165,7 +160,7 @@ async def test_a_decode_server_hears_that_a_request_was_refused(post, serving, m
     """Or it would wait, and then fetch the media of a prompt that is never prefilled."""
     board = serving.seam.layouts = Board()
     first = asyncio.create_task(post(many("a")))
-    await serving.until(lambda: bool(serving.inside))
+    await until(lambda: serving.inside)
     monkeypatch.setattr(large_bodies, "MOST_WAITING", 0)
     text = {"type": "text", "text": "x"}
     for room, body, code in (
@@ -186,7 +181,7 @@ async def test_no_request_waits_for_ever_nor_in_an_endless_line(
     post, serving, monkeypatch, name, value
 ):
     first = asyncio.create_task(post(many("a")))
-    await serving.until(lambda: bool(serving.inside))
+    await until(lambda: serving.inside)
     monkeypatch.setattr(large_bodies, name, value)
     status, answer = await post(many("b"))
     assert (status, "try again later" in answer["message"]) == (503, True)
@@ -197,11 +192,11 @@ async def test_no_request_waits_for_ever_nor_in_an_endless_line(
 
 async def test_a_client_that_leaves_gives_up_its_place(post, serving):
     first = asyncio.create_task(post(many("a")))
-    await serving.until(lambda: bool(serving.inside))
+    await until(lambda: serving.inside)
     # More than uvicorn reads before somebody asks for it.
     long = {"type": "image_url", "image_url": {"url": "data:," + "x" * 1000}}
     left = asyncio.create_task(post(many("left", long)))
-    await serving.until(lambda: serving.seam.turns._waiting == 1)
+    await until(lambda: serving.seam.turns._waiting == 1)
     left.cancel()
     with contextlib.suppress(asyncio.CancelledError):
         await left
@@ -214,7 +209,7 @@ async def test_a_client_that_leaves_gives_up_its_place(post, serving):
 async def test_a_server_without_our_receiver_takes_all_at_once(post, serving, sglang):
     sglang("entrypoints.http_server").get_global_state().tokenizer_manager.mm_receiver = None
     large = [asyncio.create_task(post(many(name))) for name in ("a", "b")]
-    await serving.until(lambda: len(serving.inside) == 2)
+    await until(lambda: len(serving.inside) == 2)
     serving.go.set()
     assert [(await one)[0] for one in large] == [200, 200]
 

@@ -16,6 +16,7 @@ from sglang_epd.seams import receiving
 from sglang_epd.seams.receiving import Ranks, _own, _reachable_address, ranks
 from sglang_epd.tally import Tally
 from sglang_epd.transfer.receiver import Receiver
+from waiting import reached
 
 ONE_OF_EACH = ("tp_size", "dp_size", "attn_dp_size", "attn_cp_size", "pp_size", "nnodes")
 
@@ -334,10 +335,7 @@ def test_the_launcher_ends_a_server_whose_receiver_has_died(tmp_path):
     before = signal.signal(signal.SIGQUIT, lambda *_: told.append(time.monotonic()))
     child = fork(_scheduler, tmp_path / "control")
     try:
-        limit = time.monotonic() + 20
-        while not told:
-            assert time.monotonic() < limit
-            time.sleep(0.01)
+        reached(lambda: told)
     finally:
         child.kill()
         child.join()

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from clocks import Clock
 from sglang_epd.store.backend import (
     Breaker,
     BreakerState,
@@ -17,13 +18,6 @@ from sglang_epd.store.backend import (
     StoreError,
     Threads,
 )
-
-
-class Clock:
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 @pytest.fixture

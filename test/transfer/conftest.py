@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import asyncio
 import gc
 import os
 import subprocess
@@ -36,22 +35,6 @@ EMBEDDING = torch.arange(8, dtype=torch.float32).reshape(2, 4)
 # Of an item that takes all of the budget.
 FULL = wire.Layout("IMAGE", wire.TensorSpec("float32", (BUDGET // 16, 4)), [[1, 2, 4]])
 _TELL = "from sglang_epd.transfer import host; print(host.this_process(), flush=True); input()"
-
-
-def until(condition: Callable[[], object], message: str = "it did not come to pass") -> None:
-    """Wait for what nobody signals."""
-    limit = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < limit, message
-        time.sleep(0.002)
-
-
-async def soon(condition: Callable[[], object]) -> None:
-    """Wait for what nobody signals, while everything else goes on."""
-    limit = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < limit, "it did not come to pass"
-        await asyncio.sleep(0.002)
 
 
 async def encode(

@@ -9,15 +9,17 @@ from collections.abc import AsyncIterator
 import pytest
 import torch
 
+from integrity import claimed
 from sglang_epd.transfer.delivery import Granted, GrantLostError
 from sglang_epd.transfer.mooncake import MooncakeEngine
 from sglang_epd.transfer.receiver import Receiver
 from sglang_epd.transfer.sender import Sender
 from sglang_epd.transfer.writers import RemoteWriter
 from sglang_epd.wire import messages as wire
-from transfer.conftest import EMBEDDING, LAYOUT, PATIENCE_S, Scheduler, SlowWriter, soon
+from transfer.conftest import EMBEDDING, LAYOUT, PATIENCE_S, Scheduler, SlowWriter
 from transfer.links import Link
 from transfer.test_mooncake import started
+from waiting import until
 
 ROWS = len(EMBEDDING)
 OFFER = wire.Offer("t", 0, b"k" * 32, LAYOUT, EMBEDDING.nbytes)
@@ -144,11 +146,11 @@ async def test_a_beginning_that_never_ends_leaves_nothing(receiver: Receiver, se
         await sender.begin(receiver.endpoint, decision, made_so_far(), 1, PATIENCE_S)
         row = await first_row(early)
     reservations = receiver._reservations
-    await soon(lambda: receiver.tally.counts["withdrawals", ""])
+    await until(lambda: receiver.tally.counts["withdrawals", ""])
     assert reservations.held_bytes
     assert torch.equal(row, EMBEDDING[:1])
     del row
-    await soon(lambda: not reservations.held_bytes)
+    await until(lambda: not reservations.held_bytes)
     assert not reservations.quarantined
 
 
@@ -160,7 +162,7 @@ async def test_another_try_begins_at_the_beginning(receiver, sender, early):
         decision = await grant(offered)
         await sender.begin(receiver.endpoint, decision, made_so_far(), 1, PATIENCE_S)
         await sender.deliver(receiver.endpoint, decision, EMBEDDING, PATIENCE_S)
-    await soon(lambda: not receiver._ledger.claimed)
+    await until(lambda: not claimed(receiver._ledger))
     _, settled = await asyncio.to_thread(early.settle, 2)
     assert torch.equal(early.arena.read(settled.items[0], 0), EMBEDDING)
 
@@ -176,7 +178,7 @@ async def test_a_connection_that_breaks_between_loses_nothing(receiver, sender, 
             await asyncio.to_thread(early.settle)
             socket = sender._peers[link.endpoint].socket
             link.cut()
-            await soon(lambda: sender._peers[link.endpoint].socket is not socket)
+            await until(lambda: sender._peers[link.endpoint].socket is not socket)
             if sender.way == "inline":
                 with pytest.raises(GrantLostError):
                     await sender.deliver(link.endpoint, decision, EMBEDDING, PATIENCE_S)
@@ -203,12 +205,12 @@ async def test_memory_that_is_still_written_to_is_nobody_elses(receiver, sender,
             await grant(anew)
             assert reservations.quarantined
             await sender.begin(receiver.endpoint, decision, made_so_far(), 1, PATIENCE_S)
-            await soon(lambda: receiver.tally.counts["dropped", "not_granted"])
+            await until(lambda: receiver.tally.counts["dropped", "not_granted"])
             assert reservations.quarantined
             with pytest.raises(GrantLostError):
                 await sender.deliver(receiver.endpoint, decision, EMBEDDING, PATIENCE_S)
             # The receiver may answer before its books are in order.
-            await soon(lambda: not reservations.quarantined)
+            await until(lambda: not reservations.quarantined)
     await other.close()
 
 
@@ -228,12 +230,12 @@ async def test_a_beginning_that_is_cancelled_holds_its_memory_while_it_is_writte
             await sender.begin(receiver.endpoint, decision, made_so_far(), 1, PATIENCE_S)
 
     beginning = asyncio.create_task(begin())
-    await soon(slow.writing.is_set)
+    await until(slow.writing.is_set)
     beginning.cancel()
     await asyncio.wait([beginning])
     await asyncio.to_thread(early.flush)
     assert receiver._reservations.held_bytes
     assert not receiver.tally.counts["withdrawals", ""]
     slow.go_on.set()
-    await soon(lambda: not receiver._reservations.held_bytes)
+    await until(lambda: not receiver._reservations.held_bytes)
     await sender.close()

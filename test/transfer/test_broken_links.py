@@ -25,10 +25,10 @@ from transfer.conftest import (
     Scheduler,
     SlowWriter,
     encode,
-    soon,
 )
 from transfer.links import Link
 from transfer.receiver_process import receiver_process
+from waiting import until
 
 KEY = b"k" * 32
 # After so long without a sign of life a connection is taken for broken.
@@ -61,7 +61,7 @@ async def encoded(sender: Sender, endpoint: str) -> str:
 
 
 async def nothing_held(receiver: Receiver) -> None:
-    await soon(lambda: not receiver._reservations.held_bytes)
+    await until(lambda: not receiver._reservations.held_bytes)
     assert not receiver._reservations.quarantined
     assert not receiver._held
 
@@ -74,9 +74,9 @@ async def test_an_offer_that_waits_outlives_its_connection(
     other = connect(receiver)
     grant = await asyncio.to_thread(lambda: other.grant("a", layout=FULL))
     waiting = asyncio.create_task(encoded(sender, link.endpoint))
-    await soon(lambda: receiver.tally.counts["waits", ""])
+    await until(lambda: receiver.tally.counts["waits", ""])
     link.cut()
-    await soon(lambda: receiver.tally.counts["waits", ""] == 2)
+    await until(lambda: receiver.tally.counts["waits", ""] == 2)
     other.send(wire.Withdraw("a", 0, grant.grant))
     assert await waiting in {"inline", "shared"}
     assert torch.equal((await asyncio.to_thread(scheduler.tensors))[0], EMBEDDING)
@@ -91,7 +91,7 @@ async def test_any_message_may_be_the_last_of_a_connection(
     scheduler.expecting()
     link.cut_at(kind, after=after)
     assert await encoded(sender, link.endpoint) in {"inline", "shared", "duplicate"}
-    await soon(lambda: link.cuts == 1)
+    await until(lambda: link.cuts == 1)
     assert torch.equal((await asyncio.to_thread(scheduler.tensors))[0], EMBEDDING)
     await nothing_held(receiver)
 
@@ -103,7 +103,7 @@ async def test_a_grant_that_was_lost_with_its_connection_is_not_quarantined_for_
     scheduler.expecting()
     link.cut_at("grant", after=False)
     asking = asyncio.create_task(encoded(sender, link.endpoint))
-    await soon(lambda: link.cuts)
+    await until(lambda: link.cuts)
     asking.cancel()
     await asyncio.wait([asking])
     await scheduler_abandons(scheduler)
@@ -123,9 +123,9 @@ async def test_an_encoder_that_writes_keeps_its_memory_when_it_is_asked(
     slow = SlowWriter(sender, monkeypatch)
     delivery = asyncio.create_task(encoded(sender, link.endpoint))
     try:
-        await soon(slow.writing.is_set)
+        await until(slow.writing.is_set)
         await scheduler_abandons(scheduler)
-        await soon(lambda: link.seen["grant"] > 5)
+        await until(lambda: link.seen["grant"] > 5)
         assert len(receiver._reservations.quarantined) == 1
         slow.go_on.set()
         assert await delivery == "cancelled"
@@ -145,9 +145,9 @@ async def test_a_connection_that_the_receiver_takes_for_alive_is_taken_over(
     async with sender.offer(link.endpoint, full) as offered:
         await asyncio.wait_for(offered.decided, PATIENCE_S)
         waiting = asyncio.create_task(encoded(sender, link.endpoint))
-        await soon(lambda: receiver.tally.counts["waits", ""] == 1)
+        await until(lambda: receiver.tally.counts["waits", ""] == 1)
         link.strand()
-        await soon(lambda: receiver.tally.counts["waits", ""] == 2)
+        await until(lambda: receiver.tally.counts["waits", ""] == 2)
     assert await waiting in {"inline", "shared"}
     assert torch.equal((await asyncio.to_thread(scheduler.tensors))[0], EMBEDDING)
 
@@ -168,12 +168,12 @@ async def test_the_receiver_closes_connections_of_hosts_that_are_gone(receiver, 
     await asyncio.sleep(DEAD_S)  # a first sign of life says when the next is due
     assert gone == connections()
     link.strand()
-    await soon(lambda: not gone & connections())
+    await until(lambda: not gone & connections())
 
 
 async def test_a_receiver_that_was_started_again_says_so(receiver, link, sender, tmp_path):
     asking = asyncio.create_task(encoded(sender, link.endpoint))
-    await soon(lambda: receiver.tally.counts["offers", ""])
+    await until(lambda: receiver.tally.counts["offers", ""])
     other = Receiver("127.0.0.1", "127.0.0.1", tmp_path / "other" / "c", budget_bytes=BUDGET)
     other.start()
     try:
@@ -199,17 +199,17 @@ async def test_a_receiver_that_stands_still_for_longer_than_its_connections_live
         async with holder.offer(process.endpoint, full) as offered:
             await asyncio.wait_for(offered.decided, PATIENCE_S)
             asking = asyncio.create_task(encoded(sender, process.endpoint))
-            await soon(lambda: process.state()["waits"] == 1)
+            await until(lambda: process.state()["waits"] == 1)
             os.kill(process.pid, signal.SIGSTOP)
             await asyncio.sleep(3 * DEAD_S)
             os.kill(process.pid, signal.SIGCONT)
             # Nothing but the connection has changed: it waits on, under a new one.
-            await soon(lambda: process.state()["waits"] == 2)
+            await until(lambda: process.state()["waits"] == 2)
         assert await asking in {"inline", "shared"}
         await holder.close()
         (tensor,) = await asyncio.to_thread(scheduler.tensors)
         assert torch.equal(tensor, EMBEDDING)
         del tensor
-        await soon(lambda: not process.state()["held"])
+        await until(lambda: not process.state()["held"])
         assert not process.state()["quarantined"]
         scheduler.close()

@@ -13,8 +13,9 @@ import torch
 from sglang_epd.transfer.delivery import Granted
 from sglang_epd.transfer.sender import Sender
 from sglang_epd.wire.messages import Expect, Layout, Offer, TensorSpec
-from transfer.conftest import PATIENCE_S, Scheduler, soon
+from transfer.conftest import PATIENCE_S, Scheduler
 from transfer.receiver_process import MIB, forget_peak, peak, receiver_process
+from waiting import until
 
 SHAPE = (2048, 1024)
 LAYOUT = Layout("IMAGE", TensorSpec("float32", SHAPE), [[1, 2, 2]])
@@ -70,9 +71,9 @@ async def test_a_burst_over_the_budget_arrives_without_memory_growing(
             own, its = forget_peak("self"), forget_peak(process.pid)
             burst = asyncio.gather(*(encoder.send(*about) for about in tickets.items()))
             # Nothing is read yet: what fits is there, and the rest waits.
-            await soon(lambda: process.state()["received_bytes"] == BUDGET)
-            await soon(lambda: process.state()["waits"] == REQUESTS - FIT)
-            await soon(lambda: not encoder.living)
+            await until(lambda: process.state()["received_bytes"] == BUDGET)
+            await until(lambda: process.state()["waits"] == REQUESTS - FIT)
+            await until(lambda: not encoder.living)
             for _ in tickets:
                 (settled,) = await asyncio.to_thread(scheduler.settle)
                 assert not settled.code, settled.message

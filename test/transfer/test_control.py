@@ -8,11 +8,13 @@ import pytest
 import torch
 import zmq
 
+from integrity import claimed
 from sglang_epd.errors import EncodeError, ProtocolError, UnavailableError
 from sglang_epd.transfer import control as control_module
 from sglang_epd.transfer.control import Claims, Control
 from sglang_epd.wire import messages as wire
-from transfer.conftest import EMBEDDING, PATIENCE_S, soon, until
+from transfer.conftest import EMBEDDING, PATIENCE_S
+from waiting import reached, until
 
 EXPECT = wire.Expect("t", 1, 1, 60.0)
 
@@ -53,7 +55,7 @@ async def deliver(encoder) -> None:
 
 
 async def until_free(receiver) -> None:
-    await soon(lambda: not receiver._reservations.held_bytes)
+    await until(lambda: not receiver._reservations.held_bytes)
 
 
 async def test_the_endpoint_is_asked_once(receiver, control):
@@ -80,7 +82,7 @@ async def test_a_receiver_that_comes_later_is_found(control, request):
 async def test_an_expected_request_can_be_delivered(receiver, control, encoder):
     await control.endpoint(PATIENCE_S)
     await control.expect(EXPECT)
-    await soon(lambda: len(receiver._ledger) == 1)
+    await until(lambda: len(receiver._ledger) == 1)
     assert isinstance(encoder.offer(), wire.Grant)
 
 
@@ -93,7 +95,7 @@ async def test_a_failure_reaches_who_waits(scheduler, control):
 
 async def test_items_are_collected_where_they_landed(receiver, control, encoder):
     collecting = asyncio.create_task(control.collect(EXPECT))
-    await soon(lambda: receiver._ledger.claimed)
+    await until(lambda: claimed(receiver._ledger))
     await deliver(encoder)
     items = await collecting
     assert torch.equal(items[0].embedding, EMBEDDING)
@@ -105,7 +107,7 @@ async def test_items_are_collected_where_they_landed(receiver, control, encoder)
 
 async def test_what_became_of_them_instead_is_raised(receiver, control):
     collecting = asyncio.create_task(control.collect(EXPECT))
-    await soon(lambda: receiver._ledger.claimed)
+    await until(lambda: claimed(receiver._ledger))
     await control.fail("t", EncodeError("no encoder could"))
     with pytest.raises(EncodeError, match="no encoder could"):
         await collecting
@@ -116,7 +118,7 @@ async def test_each_claim_gets_its_own_outcome(receiver, control, dial):
         asyncio.create_task(control.claim(wire.Expect(f"t{number}", 1, 1, 60.0)))
         for number in range(5)
     ]
-    await soon(lambda: receiver._ledger.claimed == 5)
+    await until(lambda: claimed(receiver._ledger) == 5)
     for number in reversed(range(5)):
         await control.fail(f"t{number}", EncodeError(f"{number}"))
     settled = await asyncio.gather(*claims)
@@ -125,15 +127,15 @@ async def test_each_claim_gets_its_own_outcome(receiver, control, dial):
 
 async def test_a_claim_that_is_cancelled_is_abandoned(receiver, control, encoder):
     claim = asyncio.create_task(control.claim(EXPECT))
-    await soon(lambda: receiver._ledger.claimed)
+    await until(lambda: claimed(receiver._ledger))
     claim.cancel()
     with pytest.raises(asyncio.CancelledError):
         await claim
-    await soon(lambda: not len(receiver._ledger))
+    await until(lambda: not len(receiver._ledger))
     assert encoder.offer().reason == wire.DECLINE_CANCELLED
     await control.expect(wire.Expect("next", 1, 1, 60.0))
-    await soon(lambda: len(receiver._ledger) == 1)
-    await soon(lambda: not control._claims)
+    await until(lambda: len(receiver._ledger) == 1)
+    await until(lambda: not control._claims)
 
 
 @pytest.mark.parametrize("moment", ["before it came", "as it came"])
@@ -142,7 +144,7 @@ async def test_items_that_came_after_all_are_given_back(
 ):
     """Nobody else would ever say that they were dropped."""
     claim = asyncio.create_task(control.claim(EXPECT))
-    await soon(lambda: receiver._ledger.claimed)
+    await until(lambda: claimed(receiver._ledger))
     if moment == "as it came":
         # The outcome is there and the task has not gone on yet.
         settle = control._on_settled
@@ -170,7 +172,7 @@ async def test_a_claim_that_is_never_answered_ends(receiver, control, encoder, m
     monkeypatch.setattr(control, "_on_settled", lambda _message: None)
     with pytest.raises(UnavailableError, match="does not answer"):
         await control.claim(wire.Expect("t", 1, 1, 0.05))
-    await soon(lambda: not len(receiver._ledger))
+    await until(lambda: not len(receiver._ledger))
 
 
 async def test_a_claim_that_cannot_be_made_leaves_nothing(receiver, control, monkeypatch):
@@ -220,6 +222,15 @@ async def test_what_is_no_answer_is_passed_over(router, control, caplog):
     assert "Hello from the receiver" in caplog.text
 
 
+async def sent_for_again(router, control):
+    """The media of a request, before the receiver says where it is."""
+    asked = asyncio.create_task(control.endpoint(PATIENCE_S))
+    peer, _ = await heard(router, wire.Hello)
+    say(router, peer, wire.Again("rid", wire.Expect("u", 1, 1, 60.0, announcer=control.name)))
+    say(router, peer, wire.Welcome("tcp://here", "", 0, b"", 1))
+    assert await asked == "tcp://here"
+
+
 @pytest.mark.parametrize(
     ("listens", "told"),
     [(True, "could not be sent for again"), (False, "sends for no media again")],
@@ -234,11 +245,7 @@ async def test_a_message_that_cannot_be_handled_is_not_the_last(
 
     if listens:
         control.listen(stumble)
-    asked = asyncio.create_task(control.endpoint(PATIENCE_S))
-    peer, _ = await heard(router, wire.Hello)
-    say(router, peer, wire.Again("rid", wire.Expect("u", 1, 1, 60.0, announcer=control.name)))
-    say(router, peer, wire.Welcome("tcp://here", "", 0, b"", 1))
-    assert await asked == "tcp://here"
+    await sent_for_again(router, control)
     _, failed = await heard(router, wire.Fail)
     assert (failed.ticket, failed.code) == ("u", "EncodeError")
     assert told in failed.message
@@ -252,11 +259,7 @@ async def test_media_that_are_read_again_keep_no_other_message_waiting(router, c
         await read.wait()
 
     control.listen(slow)
-    asked = asyncio.create_task(control.endpoint(PATIENCE_S))
-    peer, _ = await heard(router, wire.Hello)
-    say(router, peer, wire.Again("rid", wire.Expect("u", 1, 1, 60.0, announcer=control.name)))
-    say(router, peer, wire.Welcome("tcp://here", "", 0, b"", 1))
-    assert await asked == "tcp://here"
+    await sent_for_again(router, control)
     read.set()
 
 
@@ -272,7 +275,7 @@ async def test_nothing_is_left_after_close(receiver, control_path, remember):
     for _ in range(20):
         await live_once()
     assert len(asyncio.all_tasks()) <= tasks + 1
-    await soon(no_more)
+    await until(no_more)
 
 
 async def test_items_are_asked_for_again_where_they_were_announced(
@@ -296,9 +299,7 @@ async def test_items_are_asked_for_again_where_they_were_announced(
         scheduler.claims.again("gone", gone)
         for number in (0, 1, 0):
             scheduler.claims.again("rid", lost[number])
-        async with asyncio.timeout(PATIENCE_S):
-            while len(asked) < 3:
-                await asyncio.sleep(0.01)
+        await until(lambda: len(asked) >= 3)
         # Two tokenizers' answers come in no order of their own.
         assert sorted(asked) == [(0, "rid", lost[0]), (0, "rid", lost[0]), (1, "rid", lost[1])]
         assert not receiver.tally.counts.keys() & {("dropped", "peer_not_reading")}
@@ -369,7 +370,7 @@ def test_the_items_of_what_was_abandoned_too_late_can_be_given_back(receiver, en
     (settled,) = claims.take()
     for item in settled.items:
         arena.drop(item.slot, 0)
-    until(lambda: not receiver._reservations.held_bytes)
+    reached(lambda: not receiver._reservations.held_bytes)
 
 
 def test_claims_beside_their_receiver_need_no_socket_of_the_system(receiver, control_path):
@@ -439,4 +440,4 @@ def test_nothing_of_claims_is_left_after_close(receiver, control_path, remember)
     no_more = remember()
     for _ in range(5):
         live_once()
-    until(no_more)
+    reached(no_more)

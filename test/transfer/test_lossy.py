@@ -41,6 +41,7 @@ from sglang_epd.transfer.sender import Sender
 from sglang_epd.wire import messages as wire
 from transfer.conftest import READERS, Scheduler, encode
 from transfer.links import Link
+from waiting import reached
 
 BUDGET = 8 << 20
 WIDTH = 64
@@ -204,9 +205,7 @@ class Lossy(RuleBasedStateMachine):
             for request in self.open:
                 self.send_what_nobody_sends(request)
             self.take(0.01)
-        while any(not task.done() for task in self.tasks):
-            assert time.monotonic() < limit, "an offer has no answer"
-            time.sleep(0.005)
+        reached(lambda: all(task.done() for task in self.tasks), BOUND_S, "an offer has no answer")
         while self.receiver._reservations.held_bytes or self.receiver._held:
             assert time.monotonic() < limit, self.state()
             # What was settled as its request was cancelled is read, and given back.

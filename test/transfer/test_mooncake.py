@@ -11,12 +11,14 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from sglang_epd.errors import ConfigError, UnavailableError
 from sglang_epd.transfer.mooncake import MooncakeEngine
+from waiting import reached
 
 PATIENCE_S = 5.0
 KIB = 1 << 10
@@ -67,7 +69,8 @@ class Peer:
 
     def __init__(self) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, __file__],
+            [sys.executable, "-m", "transfer.test_mooncake"],
+            cwd=Path(__file__).parents[1],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -148,7 +151,7 @@ def deaf() -> Iterator[str]:
     with socket.create_server(("127.0.0.1", 0)) as server:
         yield f"127.0.0.1:{server.getsockname()[1]}"
     # Closing the port ends the probes.
-    until(lambda: "mooncake-probe" not in thread_names())
+    reached(lambda: "mooncake-probe" not in thread_names())
 
 
 def thread_names() -> list[str]:
@@ -160,13 +163,6 @@ def unfinished(engine: MooncakeEngine) -> int:
     with engine._lock:
         engine._reap()
     return len(engine._unfinished)
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def writes(engine: MooncakeEngine, receiver: Peer, source: Buffer) -> bool:
@@ -222,7 +218,7 @@ def test_other_threads_run_while_a_write_waits(engine, mortal, source):
         time.sleep(0.001)
     assert turns > 10
     mortal.kill()
-    until(lambda: unfinished(engine) == 0)
+    reached(lambda: unfinished(engine) == 0)
 
 
 @pytest.mark.parametrize(
@@ -239,7 +235,7 @@ def test_a_write_outside_registered_memory_is_refused(engine, receiver, source, 
         )
 
     assert receiver.read(0, NBYTES) == before
-    until(lambda: writes(engine, receiver, source))
+    reached(lambda: writes(engine, receiver, source))
 
 
 def test_a_write_to_unregistered_memory_is_refused_until_it_is_registered_again(
@@ -250,7 +246,7 @@ def test_a_write_to_unregistered_memory_is_refused_until_it_is_registered_again(
         engine.write(receiver.session, source.address, receiver.address, KIB, PATIENCE_S)
 
     assert receiver.tell("register") == "done"
-    until(lambda: writes(engine, receiver, source))
+    reached(lambda: writes(engine, receiver, source))
 
 
 def test_a_peer_that_died_is_unavailable_soon(engine, mortal, source):
@@ -311,7 +307,7 @@ def test_a_write_to_a_frozen_peer_ends_at_its_deadline_and_may_arrive_later(
     assert not ended()
 
     mortal.thaw()
-    until(ended)
+    reached(ended)
     assert unfinished(engine) == 0
     assert freed.is_set()
     assert mortal.read(KIB, 2 * KIB) == source.memory[:KIB]

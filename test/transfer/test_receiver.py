@@ -22,7 +22,8 @@ from sglang_epd.transfer.arena import Address, Arena
 from sglang_epd.transfer.receiver import Receiver
 from sglang_epd.wire import messages as wire
 from sglang_epd.wire.tensors import tensor_frame
-from transfer.conftest import BUDGET, EMBEDDING, FULL, LAYOUT, PATIENCE_S, READERS, until
+from transfer.conftest import BUDGET, EMBEDDING, FULL, LAYOUT, PATIENCE_S, READERS
+from waiting import reached
 
 FRAME = bytes(32)
 CHUNK = wire.MAX_CHUNK_BYTES
@@ -170,8 +171,8 @@ def test_memory_that_nobody_could_be_told_of_is_free_at_once(
     gone.socket.close()
     assert ends[0].poll(PATIENCE_S * 1e3), "the end of its connection is not known"
     first.send(wire.Withdraw("a", 0, grant.grant))
-    until(lambda: receiver.tally.counts["dropped", "unreachable"])
-    until(lambda: not held(receiver))
+    reached(lambda: receiver.tally.counts["dropped", "unreachable"])
+    reached(lambda: not held(receiver))
     assert not receiver._reservations.quarantined
     assert isinstance(first.offer("b"), wire.Grant), "the item is still wanted"
 
@@ -208,7 +209,7 @@ def test_an_encoder_is_asked_about_memory_that_it_may_write_to(
         assert encoder.receive() == wire.Grant("t", 0, grant.grant, 0.0, wire.Inline())
     assert len(receiver._reservations.quarantined) == 1
     encoder.send(wire.Withdraw("t", 0, grant.grant))
-    until(lambda: not held(receiver))
+    reached(lambda: not held(receiver))
 
 
 def test_a_request_that_waits_is_told_when_it_is_over(receiver, connect, scheduler, tokenizer):
@@ -228,7 +229,7 @@ def test_an_unused_grant_expires_and_its_late_payload_is_dropped(
     encoder, scheduler = connect(receiver), connect_scheduler()
     scheduler.expecting()
     grant = encoder.grant()
-    until(lambda: receiver.tally.counts["expired_grants", ""])
+    reached(lambda: receiver.tally.counts["expired_grants", ""])
     assert held(receiver) == 0
     assert encoder.deliver(grant) == wire.Ack("t", 0, grant.grant, wire.ACK_NOT_GRANTED)
     assert receiver.tally.counts["dropped", "not_granted"] == 1
@@ -246,7 +247,7 @@ def test_a_frozen_encoder_keeps_its_memory_until_it_is_gone(
     scheduler.expecting("a", "a")
     scheduler.expecting("b", "b")
     assert isinstance(frozen.grant("a", layout=FULL, process=name).landing, wire.Shared)
-    until(lambda: receiver._reservations.quarantined)
+    reached(lambda: receiver._reservations.quarantined)
     assert other.offer("b") == wire.Wait("b", 0)
     other.flush()
     assert not other.socket.poll(100), "it might yet write there"
@@ -263,7 +264,7 @@ def test_a_frozen_encoder_that_thaws_gives_its_memory_back(
     scheduler.expecting("a", "a")
     scheduler.expecting("b", "b")
     grant = frozen.grant("a", layout=FULL, process=host.this_process())
-    until(lambda: receiver._reservations.quarantined)
+    reached(lambda: receiver._reservations.quarantined)
     assert other.offer("b") == wire.Wait("b", 0)
     # Whoever only guesses the grant's number gives nothing back.
     other.send(wire.Withdraw("b", 0, grant.grant))
@@ -289,7 +290,7 @@ def test_idle_memory_goes_back_to_the_system(receiver, encoder, scheduler, monke
     assert tensors[0].min() == 1
     tensors.clear()
     gc.collect()
-    until(lambda: in_use() <= nothing + (64 << 10))
+    reached(lambda: in_use() <= nothing + (64 << 10))
     scheduler.expecting("again", "again")
     assert not encoder.deliver(encoder.grant("again")).error
     assert torch.equal(scheduler.tensors()[0], EMBEDDING)
@@ -510,9 +511,9 @@ def test_a_surprise_does_not_end_the_thread(receiver, encoder, monkeypatch, capl
     with monkeypatch.context() as patch:
         patch.setattr(receiver._ledger, method, surprise)
         encoder.send(wire.Offer("t", 0, b"k" * 32, LAYOUT, 32))
-        until(lambda: told in caplog.text)
+        reached(lambda: told in caplog.text)
     assert receiver.tally.counts["dropped", "internal"]
-    until(lambda: not receiver._held)
+    reached(lambda: not receiver._held)
     assert isinstance(encoder.offer("u"), wire.Decline)
 
 
@@ -610,4 +611,4 @@ def test_nothing_is_left_after_stop(control_path, remember):
     no_more = remember()
     for _ in range(3):
         live_once()
-    until(no_more)
+    reached(no_more)

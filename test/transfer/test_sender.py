@@ -22,7 +22,8 @@ from sglang_epd.transfer.delivery import Granted, GrantLostError
 from sglang_epd.transfer.receiver import Receiver
 from sglang_epd.transfer.sender import Sender
 from sglang_epd.wire import messages as wire
-from transfer.conftest import BUDGET, FULL, PATIENCE_S, SlowWriter, soon
+from transfer.conftest import BUDGET, FULL, PATIENCE_S, SlowWriter
+from waiting import until
 
 LAYOUT = wire.Layout("IMAGE", wire.TensorSpec("bfloat16", (2, 4)), [[1, 2, 4]])
 EMBEDDING = torch.arange(8, dtype=torch.float32).reshape(2, 4).to(torch.bfloat16)
@@ -114,7 +115,7 @@ async def test_the_place_of_an_item_is_mapped_while_the_item_is_being_made(
 ):
     scheduler.expecting()
     async with sender.offer(receiver.endpoint, wire.Offer("t", 0, bytes(32), FULL, BUDGET)):
-        await soon(lambda: os.stat(receiver._arena.address.path).st_blocks * 512 >= BUDGET)
+        await until(lambda: os.stat(receiver._arena.address.path).st_blocks * 512 >= BUDGET)
 
 
 async def test_a_large_item_goes_in_chunks(start_receiver, connect_scheduler):
@@ -161,12 +162,12 @@ async def test_a_sender_that_was_cancelled_while_it_waited_gives_its_grant_back(
     other = connect(receiver)
     grant = await asyncio.to_thread(lambda: other.grant("a", layout=FULL))
     delivery = asyncio.create_task(deliver(sender, receiver.endpoint))
-    await soon(lambda: receiver.tally.counts["waits", ""])
+    await until(lambda: receiver.tally.counts["waits", ""])
     delivery.cancel()
     with pytest.raises(asyncio.CancelledError):
         await delivery
     other.send(wire.Withdraw("a", 0, grant.grant))
-    await soon(lambda: receiver.tally.counts["withdrawals", ""] == 2)
+    await until(lambda: receiver.tally.counts["withdrawals", ""] == 2)
     assert receiver._reservations.held_bytes == 0
 
 
@@ -177,7 +178,7 @@ async def test_an_expired_grant_is_not_used_and_given_back(receiver, sender, sch
         decision.until = time.monotonic()
         with pytest.raises(GrantLostError):
             await sender.deliver(receiver.endpoint, decision, EMBEDDING, PATIENCE_S)
-    await soon(lambda: not receiver._reservations.held_bytes)
+    await until(lambda: not receiver._reservations.held_bytes)
     assert receiver.tally.counts["withdrawals", ""] == 1
 
 
@@ -190,7 +191,7 @@ async def test_an_embedding_of_another_size_is_not_written(receiver, sender, sch
             with pytest.raises(EncodeError, match="16 were offered"):
                 await sender.deliver(receiver.endpoint, decision, wrong, PATIENCE_S)
     assert not receiver._arena.data.any()
-    await soon(lambda: not receiver._reservations.held_bytes)
+    await until(lambda: not receiver._reservations.held_bytes)
 
 
 async def test_without_shared_memory_it_goes_over_the_socket(
@@ -239,14 +240,14 @@ async def test_a_cancelled_delivery_gives_its_memory_back_when_the_write_has_end
     scheduler.expecting()
     slow = SlowWriter(sender, monkeypatch)
     delivery = asyncio.create_task(deliver(sender, receiver.endpoint))
-    await soon(slow.writing.is_set)
+    await until(slow.writing.is_set)
     delivery.cancel()
     with pytest.raises(asyncio.CancelledError):
         await delivery
     await asyncio.sleep(0.05)
     assert receiver._reservations.held_bytes, "it is still being written to"
     slow.go_on.set()
-    await soon(lambda: not receiver._reservations.held_bytes)
+    await until(lambda: not receiver._reservations.held_bytes)
     assert receiver.tally.counts["withdrawals", ""] == 1
 
 
@@ -334,7 +335,7 @@ async def test_writes_to_a_frozen_receiver_hold_up_no_other_and_end_at_their_dea
 
     frozen = [write(deaf_endpoint, item, "frozen", 0.2) for item in range(20)]
     try:
-        await soon(lambda: len(engine.begun) == 4)
+        await until(lambda: len(engine.begun) == 4)
         good = write(router.endpoint, 0, "there", PATIENCE_S)
         await router.receive()
         await router.say(wire.Ack("t", 0, 7))
@@ -343,7 +344,7 @@ async def test_writes_to_a_frozen_receiver_hold_up_no_other_and_end_at_their_dea
         assert {type(error) for error in errors} == {DeadlineError}
         engine.thaw.set()
         last = write(deaf_endpoint, 20, "alive", 0.5)
-        await soon(lambda: len(engine.begun) == 6)
+        await until(lambda: len(engine.begun) == 6)
         await asyncio.wait([last])
         assert [session for session, _ in engine.begun[4:]] == ["there", "alive"]
     finally:
@@ -364,7 +365,7 @@ async def test_the_payload_of_a_remote_write_that_failed_is_gone_with_its_delive
         (error,) = await asyncio.gather(delivery, return_exceptions=True)
         assert isinstance(error, UnavailableError)
         del delivery, error
-        await soon(lambda: payload() is None)
+        await until(lambda: payload() is None)
     finally:
         gc.enable()
         await sender.close()
@@ -384,7 +385,7 @@ async def test_the_payload_of_a_delivery_that_was_cut_off_is_gone_with_it(router
         await asyncio.wait([cut_off])
         assert isinstance(cut_off.exception(), GrantLostError)
         del cut_off
-        await soon(lambda: payload() is None)
+        await until(lambda: payload() is None)
     finally:
         gc.enable()
 
@@ -594,10 +595,10 @@ async def test_nothing_is_left_after_close(receiver, remember, scheduler):
         await asyncio.to_thread(scheduler.tensors)
 
     await live_once(0)
-    await soon(lambda: not any(one.name.startswith("epd-share") for one in threading.enumerate()))
+    await until(lambda: not any(one.name.startswith("epd-share") for one in threading.enumerate()))
     tasks, no_more = len(asyncio.all_tasks()), remember()
     for number in range(1, 6):
         await live_once(number)
     assert len(asyncio.all_tasks()) == tasks
-    await soon(no_more)
-    await soon(lambda: not receiver._reservations.held_bytes)
+    await until(no_more)
+    await until(lambda: not receiver._reservations.held_bytes)

@@ -23,6 +23,7 @@ from sglang_epd.transfer.arena import Address, Arena
 from sglang_epd.transfer.extents import ALIGNMENT
 from sglang_epd.transfer.writers import RemoteWriter, SharedWriter
 from sglang_epd.wire import messages as wire
+from waiting import reached
 
 NBYTES = 16 * ALIGNMENT
 PAYLOAD = np.arange(100, dtype=np.uint8)
@@ -245,8 +246,7 @@ def test_who_gets_no_buffer_in_time_is_told():
     landing = wire.Remote("there:1", 0)
     first = threading.Thread(target=writer.write, args=(landing, PAYLOAD, 10.0))
     first.start()
-    while not engine.timeouts:
-        pass
+    reached(lambda: engine.timeouts)
     for timeout_s in (0.02, 0.0, -1.0):
         with pytest.raises(UnavailableError, match="staging"):
             writer.write(landing, PAYLOAD, timeout_s)

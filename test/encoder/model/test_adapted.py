@@ -1,12 +1,11 @@
 from __future__ import annotations
 
-import io
-
 import pytest
 from PIL import Image
 
 import clips
 from families.conftest import FRAME, PAD, Processor
+from media.samples import encoded
 from sglang_epd.decoding import Decoders
 from sglang_epd.encoder.model.adapted import AdaptedPreparer
 from sglang_epd.errors import MediaError, MediaTooLargeError, MediaTypeError
@@ -19,9 +18,7 @@ from sglang_epd.wire.messages import Layout, TensorSpec
 
 
 def png(width: int, height: int) -> bytes:
-    file = io.BytesIO()
-    Image.new("RGB", (width, height), (9, 8, 7)).save(file, "png")
-    return file.getvalue()
+    return encoded(Image.new("RGB", (width, height), (9, 8, 7)))
 
 
 @pytest.fixture

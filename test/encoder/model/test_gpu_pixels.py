@@ -11,6 +11,7 @@ import torch
 from PIL import Image
 
 from devices.late import LateDevice
+from media import samples
 from sglang_epd.device import Device, device_of
 from sglang_epd.encoder.model.gpu_pixels import GpuPixels
 from sglang_epd.media import MediaLimits
@@ -21,9 +22,7 @@ PICTURE = Image.linear_gradient("L").resize((64, 48)).convert("RGB")
 
 
 def encoded(picture: Image.Image = PICTURE, kind: str = "JPEG", **options: bool) -> bytes:
-    file = io.BytesIO()
-    picture.save(file, kind, **options)
-    return file.getvalue()
+    return samples.encoded(picture, kind, **options)
 
 
 def pixels(**limits: int) -> GpuPixels:

@@ -21,6 +21,7 @@ from sglang_epd.encoder.model.passes import in_passes, within_steps
 from sglang_epd.encoder.tower import Prepared, TowerBrokenError
 from sglang_epd.errors import RequestCancelledError
 from sglang_epd.wire.messages import Layout, TensorSpec
+from waiting import until
 
 # Of a step: eight patches, two rows.
 STEP = (2, 4)
@@ -170,8 +171,7 @@ async def test_all_ranks_queue_the_passes_of_two_batches_alike(ranks):
     tower._alone = ranks == 1
     tower.stuck.clear()
     long = asyncio.create_task(tower.forward([video(5)]))
-    while not tower.runs:
-        await asyncio.sleep(0)
+    await until(lambda: tower.runs)
     other = video(1)
     other.content[1][0].feature += 100.0
     short = asyncio.create_task(tower.forward([other]))

@@ -99,6 +99,15 @@ class NamespaceError(EpdError):
     status = 503
     retry_elsewhere = True
 
+    @classmethod
+    def between(cls, language: str, encoder: str) -> NamespaceError:
+        """Of a language server and an encoder with these namespaces."""
+        return cls(
+            f"encoder identity differs: the language server has {language}, the encoder "
+            f"{encoder}; both must serve the same checkpoint, with one --dtype, --quantization, "
+            "--mm-process-config and SGLANG_EPD_FINGERPRINT"
+        )
+
 
 class OverloadedError(EpdError):
     status = 503

@@ -212,7 +212,7 @@ class Pool:
             NamespaceError: it is another encoder than this server needs.
         """
         if namespace and namespace != self.namespace:
-            raise NamespaceError(_differ(self.namespace, namespace))
+            raise NamespaceError.between(self.namespace, namespace)
         with self._lock:
             encoder = self._join(url)
             encoder.owners.add(LEASE)
@@ -361,7 +361,7 @@ class Pool:
 
     def _misfit(self, encoder: _Encoder, report: Report) -> EpdError | None:
         if report.namespace != self.namespace:
-            return NamespaceError(_differ(self.namespace, report.namespace))
+            return NamespaceError.between(self.namespace, report.namespace)
         refused = isinstance(encoder.misfit, TokenError) and self._clock() < encoder.refused_until
         return encoder.misfit if refused else None
 
@@ -456,11 +456,3 @@ def _lose(encoder: _Encoder) -> None:
 
 def _clean(url: str) -> str:
     return url.rstrip("/")
-
-
-def _differ(ours: str, theirs: str) -> str:
-    return (
-        f"encoder identity differs: this language server has {ours}, the encoder {theirs}; "
-        "both must serve the same checkpoint, with one --dtype, --quantization and "
-        "SGLANG_EPD_FINGERPRINT"
-    )

@@ -185,11 +185,7 @@ class EncoderService:
         """
         span.note(encoder=self.name, request_id=request.request_id, items=len(request.items))
         if request.namespace != self.namespace:
-            raise NamespaceError(
-                f"encoder identity differs: the language server has {request.namespace}, "
-                f"this encoder {self.namespace}; both must serve the same checkpoint, with one "
-                "--dtype, --quantization and SGLANG_EPD_FINGERPRINT"
-            )
+            raise NamespaceError.between(request.namespace, self.namespace)
         urls = sum(item.data is None for item in request.items)
         self.admission.admit(request.request_id, len(request.items), urls)
         task = asyncio.current_task()

@@ -315,6 +315,15 @@ def test_what_lands_after_its_request_was_given_up_is_dropped_by_all_ranks(
     assert not leader._late
 
 
+def test_what_needed_nothing_is_given_up_and_settles_without_a_word(leader, claims, clock):
+    """The prefix cache covered its item."""
+    leader.ask("name", None, EXPECT, (0,), again=False)
+    clock.now += LIMIT_S + 1.1
+    assert leader.pass_on([]) == []
+    claims.settle(0, None)
+    assert leader.pass_on([]) == []
+
+
 def test_a_receiver_that_does_not_answer_is_not_waited_for(leader, claims, backend, clock, caplog):
     """It settles everything at the deadline, so long after it nothing comes any more."""
     first, second = request("first"), request("second")

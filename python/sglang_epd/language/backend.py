@@ -150,8 +150,8 @@ class Leader:
                 self.early.leave(settled.claim)
             if claim is None:
                 request = self._late.pop(settled.claim, None)
-                if isinstance(settled, Settled) and settled.items:
-                    # It fails a second time, which nobody hears: all ranks drop its items.
+                if request is not None and isinstance(settled, Settled) and settled.items:
+                    # Its client has an answer. All ranks read its items, and drop them.
                     passed.append(self._carry(request, _aborted(settled)))
             elif claim.request is None:
                 continue  # it needed nothing

@@ -153,7 +153,7 @@ class LayoutClient:
             url = URL.build(
                 scheme="http", host=host.strip("[]"), port=port, path=f"/epd/layouts/{room}"
             )
-            str(url)  # some ports are found out only now
+            str(url)  # raises where the port is out of range
         except ValueError as error:
             logger.info("No layouts of %s:%s: %s", host, port, error)
             return None

@@ -511,8 +511,8 @@ class Computations:
     def _in_use(self) -> int:
         """Bytes of embeddings that are being made or used.
 
-        Embeddings that are kept for receivers without memory alone do not count here:
-        `_KEPT_BYTES` bounds them.
+        Embeddings that only receivers without memory wait for do not count here: `_KEPT_BYTES`
+        bounds them.
         """
         kept = sum(entry.nbytes for entry, holds in self._kept.items() if holds == entry.pins)
         running = sum(work.nbytes for lane in self._lanes for work in lane.running)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from packages import sglang_module
 from sglang_epd import checkpoint as files
 from sglang_epd.checkpoint import CONFIG, PROCESSOR_CONFIGS
 from sglang_epd.errors import ConfigError
@@ -225,6 +226,8 @@ def _with(config: dict[str, object], **changed: object) -> dict[str, object]:
         (OMNI, {"thinker_config": OMNI["thinker_config"], "talker_config": {"layers": 1}}, False),
         # One configuration for all: what is the language model's in it is not told apart.
         ({"vision_config": {"depth": 2}}, {"vision_config": {"depth": 2}, "layers": 5}, False),
+        # MiMo-V2's.
+        ({"processor_config": {"fps": 2}}, {"processor_config": {"fps": 4}}, True),
     ],
 )
 def test_what_joins_tower_and_language_model_counts(checkpoint, before, after, another):
@@ -262,21 +265,28 @@ def test_weights_that_are_quantised_as_they_are_loaded_are_others(checkpoint, un
 
 
 @pytest.mark.parametrize(
-    ("flag", "config", "online"),
+    ("flag", "configs", "online"),
     [
         (None, {}, ""),
-        ("fp8", {}, "fp8"),
-        ("fp8", {"quantization_config": {"quant_method": "fp8"}}, ""),
-        (None, {"quantization_config": {"quant_method": "fp8"}}, ""),
-        ("w4afp8", {"quantization_config": {"quant_method": "fp8"}}, "w4afp8"),
-        ("awq", {"compression_config": {"quant_method": "awq"}}, ""),
+        ("fp8", {"config.json": {"text_config": {}}}, "fp8"),
+        (None, {"config.json": {"quantization_config": {"quant_method": "fp8"}}}, ""),
+        ("awq_marlin", {"config.json": {"quantization_config": {"quant_method": "awq"}}}, ""),
+        ("compressed-tensors", {"config.json": {"compression_config": {"format": "int"}}}, ""),
+        ("fp8", {"config.json": {"text_config": {"quantization_config": {"bits": 8}}}}, ""),
+        ("modelopt_fp4", {"config.json": {}, "hf_quant_config.json": {"quantization": {}}}, ""),
+        (
+            "quark_mxfp4",
+            {"config.json": {"quantization_config": {"quant_method": "modelopt"}}},
+            "quark_mxfp4",
+        ),
     ],
 )
-def test_what_the_flag_does_to_weights_that_are_not_in_that_form(flag, config, online, monkeypatch):
+def test_what_the_flag_does_to_weights_that_are_not_quantised(flag, configs, online, monkeypatch):
+    sglang_module("configs.model_config")
     monkeypatch.delenv("SGLANG_FP8_IGNORED_LAYERS", raising=False)
-    assert files.online_quantization(flag, config) == online
+    assert files.online_quantization(flag, configs) == online
     monkeypatch.setenv("SGLANG_FP8_IGNORED_LAYERS", "visual")
-    ignoring = files.online_quantization(flag, config)
+    ignoring = files.online_quantization(flag, configs)
     assert ignoring == (f"{online}-without-visual" if online else "")
 
 

@@ -27,6 +27,8 @@ _SAMPLE_BYTES = 512
 _CHUNK_BYTES = 32 << 20
 _MOST_HEADER_BYTES = 100 << 20
 CONFIG = "config.json"
+# ModelOpt's, beside a configuration that says nothing of it.
+_QUANTIZED = "hf_quant_config.json"
 # How media are made into pixels and samples.
 PROCESSOR_CONFIGS = (
     "preprocessor_config.json",
@@ -96,17 +98,17 @@ def served(*, whole: bool = False) -> Checkpoint:
     # A file that cannot be had, for want of a network or at all, was not read by SGLang's
     # processor either, which is made before: it keeps in the same cache what it reads.
     processor = get_serving().tokenizer_path or path
-    for name in (CONFIG, *PROCESSOR_CONFIGS):
+    for name in (CONFIG, _QUANTIZED, *PROCESSOR_CONFIGS):
         found = cached_file(
-            path if name == CONFIG else processor,
+            processor if name in PROCESSOR_CONFIGS else path,
             name,
             revision=revision,
             _raise_exceptions_for_missing_entries=False,
             _raise_exceptions_for_connection_errors=False,
         )
         if found is not None:
-            configs[name] = json.loads(Path(found).read_text())
-    online = online_quantization(model.quantization, configs.get(CONFIG, {}))
+            configs[name] = json.loads(Path(found).read_bytes())
+    online = online_quantization(model.quantization, configs)
     return Checkpoint(configs, weights, online, whole)
 
 
@@ -121,18 +123,28 @@ def processing() -> str:
     return json.dumps(options, sort_keys=True, default=str) if options else ""
 
 
-def online_quantization(flag: str | None, config: dict[str, Any]) -> str:
-    """The effect of `--quantization` on weights that are not in that form already.
+def online_quantization(flag: str | None, configs: dict[str, Any]) -> str:
+    """The effect of `--quantization` on weights that are not quantised already.
 
     SGLang hands it to most towers, as to the language model; `SGLANG_FP8_IGNORED_LAYERS` names
-    layers that are left out.
+    layers that are left out. Of a checkpoint that is quantised the flag names the form or its
+    kernels (`awq_marlin`); another form SGLang refuses, or makes of experts alone
+    (`nvfp4_online`), which no tower has. The exceptions are `REQUANTIZATION_METHODS`.
 
     Args:
         flag: its value.
-        config: the model's, of the checkpoint.
+        configs: the checkpoint's, by file name.
     """
-    own = config.get("quantization_config") or config.get("compression_config") or {}
-    if not flag or flag == own.get("quant_method"):
+    from sglang.srt.configs.model_config import REQUANTIZATION_METHODS
+
+    config = configs.get(CONFIG, {})
+    inner = config.get("text_config") or {}
+    quantised = _QUANTIZED in configs or any(
+        one.get(name)
+        for one in (config, inner)
+        for name in ("quantization_config", "compression_config")
+    )
+    if not flag or (quantised and flag not in REQUANTIZATION_METHODS):
         return ""
     ignored = os.environ.get("SGLANG_FP8_IGNORED_LAYERS", "")
     return f"{flag}-without-{ignored}" if ignored else flag

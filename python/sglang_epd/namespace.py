@@ -22,9 +22,12 @@ from sglang_epd.wire.envelope import MAJOR
 
 logger = logging.getLogger(__name__)
 
-# A tower's name wins: "vision_model.model.layers." holds a mark of both.
-_TOWERS = ("visual", "vision", "audio")
-_LANGUAGE = ("lm_head", "language_model", "model.layers.", "model.embed_tokens", "model.norm.")
+# A tower's name wins: "vision_model.model.layers." holds a mark of both. MiniCPM's are vpm and
+# apm, Phi-4-multimodal's within embed_tokens_extend.
+_TOWERS = ("visual", "vision", "audio", "vpm.", "apm.", "embed_tokens_extend.")
+_LANGUAGE = ("lm_head", "language_model", "model.layers.", "model.embed_tokens.", "model.norm.")
+# Layers that draft, and parts that speak, whatever else their names hold.
+_BESIDE = ("mtp.", "model.mtp.", "talker.", "code2wav.")
 # Configurations' names of a tower, and of the language model, where it has one.
 TOWER_CONFIGS = ("vision_config", "audio_config")
 LANGUAGE_CONFIGS = ("text_config", "llm_config", "language_config")
@@ -116,7 +119,8 @@ def embedding_key(identity: str, digest: bytes, modality: str, options: object) 
 
 def of_language_model(name: str) -> bool:
     """Whether a checkpoint's tensor of that name is the language model's, not a tower's."""
-    return any(mark in name for mark in _LANGUAGE) and not any(mark in name for mark in _TOWERS)
+    marked = any(mark in name for mark in _LANGUAGE) and not any(mark in name for mark in _TOWERS)
+    return marked or name.startswith(_BESIDE)
 
 
 def of_tower(name: str) -> bool:
@@ -132,12 +136,13 @@ def _joints(config: dict[str, Any]) -> dict[str, Any]:
     tiles, tokens a picture, the layer that features are of. From the file, because
     SGLang's own reading of it may differ between its processes.
 
-    Nothing where the language model's configuration is not apart from the rest.
+    Where the language model's configuration is not apart from the rest, MiMo-V2's of its processor
+    alone, and most often nothing.
     """
     # An Omni's, whose towers are configured there; its other parts speak.
     thinker = config.get("thinker_config")
     inner, known = (config, TOWER_CONFIGS) if thinker is None else (thinker, ())
     if not any(name in inner for name in LANGUAGE_CONFIGS):
-        return {}
+        return {key: config[key] for key in ("processor_config",) if key in config}
     left_out = {*LANGUAGE_CONFIGS, *_INCIDENTAL, *known}
     return {key: value for key, value in inner.items() if key not in left_out}

@@ -23,7 +23,9 @@ from checkpoints.weights import randomise
 
 def build(family: Family, spec: CheckpointSpec, folder: Path) -> None:
     """Write the checkpoint that `spec` describes into the empty folder `folder`."""
-    tokenizer = tok.build_tokenizer(family.special_tokens, family.marks, family.named_tokens)
+    tokenizer = tok.build_tokenizer(
+        family.special_tokens, family.marks, family.named_tokens, family.prose
+    )
     if isinstance(family, Unweighted):
         write_json(folder / "config.json", family.configuration(spec, tokenizer))
     else:

@@ -5,7 +5,7 @@ A family is one file in `families/` with one object, `FAMILY`; nothing else list
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -37,6 +37,8 @@ class Family:
     special_tokens: ClassVar[tuple[str, ...]]
     # Attributes of the tokenizer, as `image_token`, that its processor asks for.
     named_tokens: ClassVar[Mapping[str, str]] = {}
+    # That its tokenizer is trained on beside words, for merges of punctuation.
+    prose: ClassVar[Sequence[str]] = ()
     # What stands for one item in a prompt, by the modalities that the family takes.
     marks: ClassVar[Mapping[str, str]]
     # Where random weights have to be drawn otherwise; the first rule that matches counts.

@@ -7,7 +7,7 @@ model says reads as words; any other text still encodes, byte by byte if need be
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -60,7 +60,10 @@ _MAX_VOCABULARY = 4096
 
 
 def build_tokenizer(
-    special: Iterable[str], marks: Mapping[str, str], named: Mapping[str, str]
+    special: Iterable[str],
+    marks: Mapping[str, str],
+    named: Mapping[str, str],
+    prose: Sequence[str] = (),
 ) -> PreTrainedTokenizerFast:
     """Train the tokenizer; takes a fraction of a second and is deterministic.
 
@@ -68,13 +71,14 @@ def build_tokenizer(
         special: tokens beside those that mark turns and the end of a text.
         marks: what stands for an item in a chat, by the modalities that it may hold.
         named: attributes of the tokenizer that processors ask for their tokens.
+        prose: that it is trained on beside the words.
     """
     special = [END_OF_TEXT, IM_START, IM_END, *special]
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
     bpe.train_from_iterator(
-        _CORPUS,
+        [*_CORPUS, *prose],
         trainers.BpeTrainer(
             vocab_size=_MAX_VOCABULARY,
             min_frequency=3,

@@ -121,6 +121,41 @@ def test_large_pictures_of_all_formats_pass(decoders: Decoders, name: str) -> No
     assert image(decoders, data).size == (6000, 4000)
 
 
+def test_avif_on_a_host_of_many_cores(
+    make: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Pillow's decoder has a thread for each of them."""
+    many = "import os\nos.sched_getaffinity = lambda pid: set(range(128))\n"
+    (tmp_path / "sitecustomize.py").write_text(many)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    assert image(make(), encoded(noise(1000, 1000), "AVIF", speed=10)).size == (1000, 1000)
+
+
+# Those that take most for their pixels on the way.
+SMART = {
+    "turned": ("RGB", "PNG", {"exif": 6}),
+    "grey": ("LA", "PNG", {"exif": 6}),
+    "webp": ("RGBA", "WEBP", {"exif": 6, "lossless": True, "method": 0}),
+    "avif": ("RGBA", "AVIF", {"speed": 10}),
+    "jpeg 2000": ("RGBA", "JPEG2000", {"quality_layers": [20]}),
+}
+
+
+@pytest.mark.parametrize("name", SMART)
+def test_large_pictures_pass_when_turned_and_laid_over_a_background(
+    decoders: Decoders, name: str
+) -> None:
+    mode, kind, options = SMART[name]
+    if "exif" in options:
+        exif = Image.Exif()
+        exif[0x0112] = options["exif"]
+        options = options | {"exif": exif}
+    data = encoded(noise(5000, 4000).convert(mode), kind, **options)
+    with decoders.begin(time.monotonic() + 100) as decoding:
+        made = decoding.image(data, smart_rgb=True)
+    assert made.tobytes() == decode_image(data, MediaLimits(), smart_rgb=True).tobytes()
+
+
 def test_a_webp_is_judged_before_its_canvas_is_made(decoders: Decoders) -> None:
     data = bytearray(attacks.picture("RGB", "WEBP", 16, 16, lossless=True))
     at = data.index(b"VP8L") + 9

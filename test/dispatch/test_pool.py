@@ -237,17 +237,9 @@ def test_no_order_of_events_breaks_the_table(events):
 
 def test_the_best_are_those_that_are_ready_and_not_full():
     ready, busy = View(A, Health.READY), View(B, Health.READY, busy=True)
-    joining, suspect, open_ = (
-        View("c", Health.JOINING),
-        View("d", Health.SUSPECT),
-        View("e", Health.OPEN),
-    )
-    everything = [open_, suspect, joining, busy, ready]
+    everything = [View("d", Health.SUSPECT), View("c", Health.JOINING), busy, ready]
     best = []
-    while everything:
-        found = usable(everything)
-        if not found:
-            break
+    while found := usable(everything):
         best.append([view.url for view in found])
         everything = [view for view in everything if view not in found]
     assert best == [[A], [B], ["c"], ["d"]]

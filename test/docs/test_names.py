@@ -25,6 +25,7 @@ OTHER_FLAGS = {"--build", "--constraint", "--from-literal"}
 # Of other programs; those that this package leaves to them.
 OTHER_VARIABLES = {
     *("HF_HOME", "HF_HUB_OFFLINE", "SSL_CERT_FILE", "OMP_NUM_THREADS", "GRAFANA_PASSWORD"),
+    *("HTTP_PROXY", "HTTPS_PROXY", "CUDA_VISIBLE_DEVICES"),
     *("SGLANG_HOST_IP", "HOST_IP"),  # of `utils.network.get_local_ip_auto`
     *("API_ADDRESS", "ENCODER_0_GPU", "ENCODER_1_GPU", "PREFILL_GPU", "DECODE_GPU"),
     *("MC_FORCE_TCP", "MC_MIN_RPC_PORT", "MC_MAX_RPC_PORT", "IPC_LOCK", "VIDEO_MAX_PIXELS"),

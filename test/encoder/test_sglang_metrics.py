@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import warnings
 from collections.abc import Callable
 from importlib import import_module
 from types import SimpleNamespace
@@ -12,6 +11,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from encoder.towers import until
+from packages import sglang_module
 from sglang_epd.encoder import sglang_metrics
 from sglang_epd.encoder.sglang_metrics import SglangMetrics
 from sglang_epd.errors import MediaError
@@ -24,10 +24,7 @@ ROWS, NBYTES = 3, 48
 
 @pytest.fixture(scope="module", autouse=True)
 def sglang() -> None:
-    """Imported without its warnings, some ten seconds, once."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        import_module("sglang.srt.observability.metrics_collector")
+    sglang_module("observability.metrics_collector")
 
 
 @pytest.fixture

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import gc
-import importlib
-import warnings
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack
 from types import SimpleNamespace
@@ -20,6 +17,7 @@ import zmq.asyncio
 from smg_grpc_proto import sglang_encoder_pb2 as pb
 from smg_grpc_proto import sglang_encoder_pb2_grpc
 
+from packages import sglang_module
 from sglang_epd.encoder import sglang_rpc
 from sglang_epd.encoder.answering import Answering
 from sglang_epd.encoder.rpc import RpcServer
@@ -34,12 +32,7 @@ Serve = Callable[..., Awaitable[str]]
 
 @pytest.fixture(scope="session", autouse=True)
 def _sglang() -> None:
-    """Imports SGLang's parts without their warnings, some ten seconds, once."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        importlib.import_module("sglang.srt.disaggregation.encoder.grpc_server")
-    gc.collect()
-    gc.freeze()
+    sglang_module("disaggregation.encoder.grpc_server")
 
 
 @pytest.fixture

@@ -24,17 +24,22 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
+from PIL import ExifTags, Image
+from tokenizers.processors import TemplateProcessing
 
 import clips
 import photographs
 from checkpoints.families import FAMILIES
 from checkpoints.family import Family
+from checkpoints.tokenizer import END_OF_TEXT
 from make_checkpoint import ensure
 
 # Of the items of cases; none of the pictures is square.
 MODALITIES = {
     "photo": "IMAGE",
     "strip": "IMAGE",
+    "clear": "IMAGE",
+    "turned": "IMAGE",
     "small": "IMAGE",
     "odd": "IMAGE",
     "film": "VIDEO",
@@ -49,12 +54,20 @@ MODALITIES = {
 # What a prompt says, and the items that its marks stand for: images, then videos, then sounds.
 CASES = {
     "images side by side": ("{i}{i}What?", ["photo", "strip"]),
+    "images that are not plain": ("{i}{i}What?", ["clear", "turned"]),
     "images in text": ("First {i} then {i}\n\n12{i}?", ["strip", "photo", "strip"]),
     "videos": ("{v} and {v}What?", ["film", "slow"]),
     "sounds": ("{a} and {a}What?", ["low", "high"]),
     "image and video": ("{v}{i} then?", ["photo", "slow"]),
     "all three": ("{v}{i} then {a}What?", ["photo", "slow", "low"]),
     "sound in a video": ("{v}What?", ["heard"]),
+}
+# With a tokenizer that puts a token before each text that it is given. No checkpoint of the
+# Qwen-VL models has one.
+BEGUN_CASES = {
+    "a chat with its token": ("{b}{i}What?", ["photo"]),
+    "a text without it": ("{i}What?", ["photo"]),
+    "a video after text": ("{b}What:{v}", ["film"]),
 }
 # Those of families that follow options, of which SGLang's servers take all.
 OPTION_CASES = {
@@ -95,6 +108,7 @@ def media() -> dict[str, Item]:
     files = {
         "photo": _picture("rocket", 280, 392),
         "strip": _picture("cat", 203, 112),
+        **_not_plain(),
         "film": clips.video(),
         "slow": clips.encode(rocket, rate=12.5),
         "heard": clips.heard(clips.moving_crop("coffee")),
@@ -128,6 +142,18 @@ def _picture(name: str, width: int, height: int) -> bytes:
         return file.getvalue()
 
 
+def _not_plain() -> dict[str, bytes]:
+    """A picture that is clear along one edge, and one that is to be turned."""
+    image = photographs.load("cat").resize((196, 280))
+    image.putalpha(Image.linear_gradient("L").resize(image.size))
+    exif = Image.Exif()
+    exif[ExifTags.Base.Orientation] = 6
+    with io.BytesIO() as clear, io.BytesIO() as turned:
+        image.save(clear, "PNG")
+        image.convert("RGB").save(turned, "PNG", exif=exif)
+        return {"clear": clear.getvalue(), "turned": turned.getvalue()}
+
+
 class Made(NamedTuple):
     """A prompt laid out, and what towers get."""
 
@@ -155,6 +181,7 @@ class Sides:
         self._plan: Any = plan
         if not takes_options(architecture):
             self._plan = partial(plan_without_options, family=family or Family())
+        self._reads_text = family is not None
         self._model = _model(config)
         self._one = load_processor(server_args, config)
         self._encoder = _encoder(server_args, config, _model(config))
@@ -189,7 +216,7 @@ class Sides:
             if patches := getattr(self._preparer, "patches", None):
                 made = patches.finish(made)
             features.setdefault(item.modality, []).extend(_features(made))
-        output = assemble(self._lays_out, self._written(prompt), received)
+        output = assemble(self._lays_out, self._scheduled(prompt, items), received)
         for item in output.mm_items:
             number = int(item.precomputed_embeddings[0, 0])
             assert bool((item.precomputed_embeddings == number).all())
@@ -267,6 +294,27 @@ class Sides:
         if isinstance(optioned, str):
             return plain != optioned
         return bool(self._differences(plain, optioned))
+
+    def begin_texts(self, token: str) -> None:
+        """From now on tokenizers put this token before each text."""
+        for side in (self._one, self._lays_out):
+            processor = getattr(side, "processor", side)
+            tokenizer = processor._tokenizer
+            tokenizer.bos_token = token
+            tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+                single=f"{token} $A", special_tokens=[(token, tokenizer.bos_token_id)]
+            )
+            processor._tokenizer_auto_adds_specials = True
+
+    def _scheduled(self, prompt: str, items: Sequence[Item]) -> Any:
+        """The prompt of a chat as a scheduler lays it out."""
+        from sglang_epd.seams.prompt import as_tokenized
+
+        if self._reads_text:
+            return self._written(prompt)
+        ids = self._one._tokenizer.encode(prompt)
+        tokenized = as_tokenized(self._lays_out, ids, [item.modality for item in items])
+        return self._written(prompt) if tokenized is None else tokenized
 
     def _written(self, prompt: str) -> Any:
         from sglang.srt.disaggregation.encoder.receiver import _select_mm_processor_prompt
@@ -416,10 +464,13 @@ def run(family: Family, folder: str, items: dict[str, Item]) -> None:
         if items[name].modality in marks
     }
     print(json.dumps({"family": family.name, "case": "options", **follows}), flush=True)
-    for case, (text, names) in (CASES | (OPTION_CASES if any(follows.values()) else {})).items():
+    cases = CASES | (OPTION_CASES if any(follows.values()) else {}) | BEGUN_CASES
+    for case, (text, names) in cases.items():
+        if case == next(iter(BEGUN_CASES)):
+            sides.begin_texts(END_OF_TEXT)
         chosen = [items[name] for name in names]
         if {item.modality for item in chosen} <= marks.keys():
-            found = sides.compare(text.format(**letters), chosen)
+            found = sides.compare(text.format(b=END_OF_TEXT, **letters), chosen)
             print(json.dumps({"family": family.name, "case": case, **found}), flush=True)
 
 

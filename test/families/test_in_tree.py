@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from checkpoints.families import FAMILIES
-from families.in_tree import CASES, MODALITIES, OPTION_CASES
+from families.in_tree import BEGUN_CASES, CASES, MODALITIES, OPTION_CASES
 from sglang_epd.families import FOLLOWED, IN_TREE, family_of, takes_options
 
 # Of the script, which takes three quarters of a minute of a core.
@@ -24,6 +24,8 @@ LISTED = {family.name: family for family in FAMILIES.values() if family.architec
 VIDEO_OPTIONS = [case for case in OPTION_CASES if "video" in case or "two" in case]
 # Whose answers depend on options of items, on one server.
 OPTIONED = {"glm5_next", "mimo_v2", "minimax_m3_vl"}
+# Some of whose tokenizers put a token before each text.
+BEGUN = {"muse_spark", "minimax_m3_vl"}
 PROMPT = {"input_ids", "offsets", "positions", "delta", "names"}
 
 # Where SGLang's own EPD makes another prompt than one server: the family, a modality or a case,
@@ -36,12 +38,17 @@ IN_TREE_DIFFERS: dict[tuple[str, str], set[str] | str] = {
     # It has no positions, and no times and marks of a video's frames.
     ("glm5_next", "IMAGE"): {"positions", "delta"},
     ("glm5_next", "VIDEO"): PROMPT,
+    # It neither turns an image nor lays it over a background.
+    ("glm5_next", "images that are not plain"): {"positions", "delta", "features of IMAGE"},
     # It looks for a processor of `transformers`.
     ("dots3_note", "IMAGE"): "ValueError: No image processor available",
     ("intern_s2_preview", "VIDEO"): "NotImplementedError: Video processing is not supported",
     ("mimo_v2", "sound in a video"): "RuntimeError: EPD processor returned an unexpected",
     **{("mimo_v2", case): "ValueError: Unsupported video input type" for case in VIDEO_OPTIONS},
     ("minimax_m3_vl", "options that are none"): "ValueError: max_long_side_pixel must be",
+    # It tokenizes a text without that token, and the time of a video's first frame apart.
+    ("minimax_m3_vl", "a text without it"): {"input_ids", "offsets", "names"},
+    ("minimax_m3_vl", "a video after text"): {"input_ids", "offsets", "names"},
 }
 # What is refused, with which words, and how one server ends if it does not answer either.
 REFUSED = {
@@ -63,7 +70,9 @@ REFUSED = {
 def _cases() -> Iterator[Any]:
     for name, family in LISTED.items():
         marks = {modality.upper() for modality in family.marks}
-        for case, (_, items) in (CASES | (OPTION_CASES if name in OPTIONED else {})).items():
+        optioned = OPTION_CASES if name in OPTIONED else {}
+        begun = BEGUN_CASES if name in BEGUN else {}
+        for case, (_, items) in (CASES | optioned | begun).items():
             if {MODALITIES[item] for item in items} <= marks:
                 yield pytest.param(name, case, id=f"{name}-{case}")
 
@@ -94,7 +103,7 @@ def results(request: pytest.FixtureRequest) -> dict[tuple[str, str], dict[str, A
 
 def _of(table: dict[tuple[str, str], Any], family: str, case: str) -> Any:
     """The entry of a case, or else of the last of its modalities that has one."""
-    items = (CASES | OPTION_CASES)[case][1]
+    items = (CASES | OPTION_CASES | BEGUN_CASES)[case][1]
     names = [case, *sorted((MODALITIES[item] for item in items), reverse=True)]
     return next((table[family, name] for name in names if (family, name) in table), None)
 
@@ -129,9 +138,11 @@ def test_options_that_one_server_follows_are_followed_or_refused(results, family
     assert follows == (family in OPTIONED)
 
 
-@pytest.mark.parametrize("case", ["options of videos", "bounds of a video"])
+@pytest.mark.parametrize(
+    "case", ["options of videos", "bounds of a video", "images that are not plain", *BEGUN_CASES]
+)
 @pytest.mark.parametrize("family", ["glm4v"])
-def test_options_are_followed_where_in_tree_epd_does_not_list_the_family(
+def test_prompts_and_options_where_in_tree_epd_does_not_list_the_family(
     results, family: str, case: str
 ) -> None:
     told = results[family, case]

@@ -30,8 +30,8 @@ def in_seconds(seconds: float) -> float:
     return time.monotonic() + seconds
 
 
-def decode_image(data: bytes, limits: MediaLimits) -> Image.Image:
-    return read_image(*open_image(BytesIO(data), limits), limits)
+def decode_image(data: bytes, limits: MediaLimits, *, smart_rgb: bool = False) -> Image.Image:
+    return read_image(*open_image(BytesIO(data), limits), limits, smart_rgb=smart_rgb)
 
 
 def picture(width: int = 40, height: int = 30, mode: str = "RGB") -> Image.Image:

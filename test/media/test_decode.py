@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from media.samples import decode_image, encoded, picture
+from packages import sglang_module
 from sglang_epd.errors import MediaError, MediaTooLargeError
 from sglang_epd.media import MediaLimits
 
@@ -46,10 +47,14 @@ def transparent(kind: str) -> bytes:
     return encoded(image, kind, transparency=3)
 
 
-def with_orientation(kind: str) -> bytes:
+def _turned() -> Image.Exif:
     exif = Image.Exif()
     exif[0x0112] = 6  # to be turned by a quarter
-    return encoded(picture(), kind, exif=exif)
+    return exif
+
+
+def with_orientation(kind: str) -> bytes:
+    return encoded(picture(), kind, exif=_turned())
 
 
 def animation(kind: str) -> bytes:
@@ -87,6 +92,38 @@ SAMPLES = {
     "avif": encoded(picture(), "AVIF"),
     "jpeg2000": encoded(picture(), "JPEG2000"),
 }
+
+
+def see_through(edge: tuple[int, ...], mode: str = "RGBA", kind: str = "PNG") -> bytes:
+    """A picture of every alpha, which is opaque along its edges, or transparent there."""
+    image = picture(100, 60, "RGBA")
+    edges = Image.new("RGBA", image.size, edge)
+    edges.paste(image.crop((1, 1, 99, 59)), (1, 1))
+    return encoded(edges.convert(mode), kind, **({"lossless": True} if kind == "WEBP" else {}))
+
+
+SEE_THROUGH = {
+    "bright": see_through((250, 240, 230, 255)),
+    "dark": see_through((5, 6, 7, 255)),
+    "between": see_through((128, 128, 128, 129)),
+    "hidden": see_through((250, 240, 230, 128)),
+    "grey": see_through((200, 200, 200, 255), "LA"),
+    "webp": see_through((250, 240, 230, 255), kind="WEBP"),
+    "one-pixel": encoded(Image.new("RGBA", (1, 1), (200, 9, 9, 200))),
+    "turned": encoded(picture(mode="RGBA"), exif=_turned()),
+}
+
+
+@pytest.mark.parametrize("name", [*SAMPLES, *SEE_THROUGH])
+def test_pixels_of_smart_rgb_conversion(name: str) -> None:
+    data = (SAMPLES | SEE_THROUGH)[name]
+    with Image.open(BytesIO(data)) as opened:
+        expected = sglang_module("utils.common").smart_to_rgb(opened)
+    image = decode_image(data, LIMITS, smart_rgb=True)
+    assert (image.mode, image.size) == ("RGB", expected.size)
+    assert image.tobytes() == expected.tobytes()
+    if name in SEE_THROUGH:
+        assert image.tobytes() != decode_image(data, LIMITS).tobytes()
 
 
 @pytest.mark.parametrize("name", SAMPLES)

@@ -55,6 +55,28 @@ def test_register_does_nothing_where_the_platform_steps_aside(monkeypatch):
     assert sys.meta_path == finders
 
 
+@pytest.mark.parametrize(
+    ("driver", "hidden", "warned"),
+    [
+        (True, None, True),
+        (True, "", False),
+        (False, None, False),
+    ],
+)
+def test_a_driver_without_a_gpu_is_told_of(bare_machine, tmp_path, caplog, driver, hidden, warned):
+    """As in a container that was given none of its host's GPUs."""
+    version = tmp_path / "version"
+    if driver:
+        version.touch()
+    bare_machine.setattr(platform, "_DRIVER", version)
+    bare_machine.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if hidden is not None:
+        bare_machine.setenv("CUDA_VISIBLE_DEVICES", hidden)
+    bare_machine.setattr("sglang_epd.platform.seams.install", lambda: None)
+    platform.register()
+    assert ("sees no GPU" in caplog.text) == warned
+
+
 def test_musa_and_hpu_packages_count_as_accelerators(bare_machine):
     bare_machine.setattr(
         platform.importlib.util, "find_spec", lambda name: name == "habana_frameworks" or None

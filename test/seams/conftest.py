@@ -1,12 +1,10 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import importlib
 import socket
 import sys
 import textwrap
-import warnings
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -16,6 +14,7 @@ from typing import Any
 import pytest
 import uvicorn
 
+from packages import sglang_module
 from sglang_epd import plugin
 from sglang_epd.seams import hooks
 from sglang_epd.seams.contract import SIGNATURES
@@ -24,13 +23,8 @@ from sglang_epd.seams.contract import SIGNATURES
 @pytest.fixture(scope="session")
 def sglang() -> Callable[[str], ModuleType]:
     """A module of `sglang.srt` by its name, when all that this package leans on has been
-    imported, without its warnings: about ten seconds, once."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        for name in sorted({"plugins.hook_registry", *(module for _, module, _ in SIGNATURES)}):
-            importlib.import_module(f"sglang.srt.{name}")
-    gc.collect()
-    gc.freeze()  # as after the collection of tests
+    imported."""
+    sglang_module("plugins.hook_registry", *sorted({module for _, module, _ in SIGNATURES}))
     return lambda name: sys.modules[f"sglang.srt.{name}"]
 
 

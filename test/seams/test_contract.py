@@ -344,6 +344,15 @@ families/family: multimodal.processors.base_processor BaseMultimodalProcessor
     self._tokenizer_auto_adds_specials = len(self._tokenizer.encode(
     bos = getattr(tokenizer, "bos_token", None)
     if bos and input_text.startswith(bos): kwargs.setdefault("add_special_tokens", False)
+families/adapter: multimodal.processors.base_processor BaseMultimodalProcessor._load_single_item
+    img, _ = load_image(data, cls.gpu_image_decode)
+    if cls.smart_rgb_conversion: return smart_to_rgb(img)
+families/adapter: utils.common _load_image
+    if is_jpeg_with_cuda(image_bytes, gpu_image_decode):
+seams/prompt: multimodal.processors.minimax_m3_vl MiniMaxM3VLProcessor.get_mm_data
+    input_ids=input_ids, mm_items=self._precomputed_media_items(
+    im_start_id=self.IM_START_TOKEN_ID, im_end_id=self.IM_END_TOKEN_ID,
+        im_token_id=self.IM_TOKEN_ID, video_token_id=self.VIDEO_TOKEN_ID, )
 families/family: multimodal.processors.llava LlavaMultimodalProcessor
     self.inner = self._get_sgl_processor_cls(vision_type)(
 families/family: multimodal.processors.glm4v Glm4vImageProcessor

@@ -77,7 +77,13 @@ class Tokenizer:
 def processor(**changes) -> SimpleNamespace:
     special = SimpleNamespace(image_token="<#>", image_token_regex=re.compile(r"<#+>|<image>"))
     return SimpleNamespace(
-        **{"_tokenizer": Tokenizer(), "mm_tokens": special, "IM_TOKEN_ID": IMAGE, **changes}
+        **{
+            "_tokenizer": Tokenizer(),
+            "_tokenizer_auto_adds_specials": False,
+            "mm_tokens": special,
+            "IM_TOKEN_ID": IMAGE,
+            **changes,
+        }
     )
 
 

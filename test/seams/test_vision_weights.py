@@ -120,7 +120,12 @@ def test_a_configuration_with_two_names_for_its_depth_is_as_it_was():
 
 
 TOWERS = ("visual.blocks.0.w", "model.vision_tower.model.layers.1.w", "thinker.audio_tower.w")
+# MiniCPM-o's and Phi-4-multimodal's.
+TOWERS += ("vpm.encoder.layers.0.w", "apm.layers.0.fc1.weight")
+TOWERS += ("model.embed_tokens_extend.image_embed.img_processor.encoder.layers.0.w",)
 LANGUAGE = ("model.layers.0.w", "lm_head.weight", "thinker.model.language_model.layers.0.w")
+LANGUAGE += ("llm.model.layers.0.w", "llm.model.embed_tokens.weight", "model.embed_tokens.weight")
+LANGUAGE += ("mtp.fc.weight", "talker.text_projection.linear_fc1.bias", "code2wav.decoder.0.w")
 
 
 def test_whose_a_tensor_is():
@@ -161,7 +166,7 @@ def test_of_a_sharded_checkpoint_only_what_is_wanted_is_opened(
     sglang, monkeypatch, tmp_path: Path, left_out
 ):
     loader = sglang("model_loader.loader").DefaultModelLoader
-    shards = {"a": TOWERS[:2], "b": LANGUAGE[:2], "c": (TOWERS[2], LANGUAGE[2])}
+    shards = {"a": TOWERS[1:], "b": LANGUAGE[1:], "c": (TOWERS[0], LANGUAGE[0])}
     for shard, names in shards.items():
         save_file({name: torch.zeros(2) for name in names}, tmp_path / f"{shard}.safetensors")
     paths = [str(tmp_path / f"{shard}.safetensors") for shard in shards]

@@ -93,7 +93,7 @@ class Budget:
                 while self._queue[0] is not charge or nbytes - held > self._free:
                     left = deadline - time.monotonic()
                     if charge.stopped:
-                        raise RequestCancelledError("nobody waits for it any more")
+                        raise RequestCancelledError("it is no longer wanted")
                     if left <= 0:
                         raise DeadlineError(
                             "the request's deadline passed while large media were decoded"

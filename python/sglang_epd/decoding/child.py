@@ -15,6 +15,8 @@ import signal
 import socket
 from typing import Any
 
+from PIL import AvifImagePlugin
+
 from sglang_epd.decoding.canvas import Canvas
 from sglang_epd.decoding.messages import (
     TO_CHILD,
@@ -54,6 +56,8 @@ def serve(end: socket.socket, options: dict[str, Any]) -> None:
     Args:
         options: `MediaLimits.plain`.
     """
+    # One for each core of the host otherwise, whose stacks alone are more than a picture has.
+    AvifImagePlugin.DEFAULT_MAX_THREADS = 1
     child = _Child(end, MediaLimits.read(options))
     while True:
         try:
@@ -124,7 +128,7 @@ class _Child:
         if image.mode == "RGB" and name in _PLAIN:
             # Decoded there, and not copied.
             image.im = self._canvas.blank(image.size, behind).im
-        made = read_image(image, name, self._limits)
+        made = read_image(image, name, self._limits, smart_rgb=look.smart_rgb)
         del image  # its memory is free before more is taken
         size, told = made.size, self._canvas.hold(made, behind)
         del made
@@ -145,11 +149,14 @@ class _Child:
 def _more(look: Look, size: tuple[int, int], name: str, nbytes: int) -> Needs | None:
     """The bytes that a picture takes, where they are more than the child may use."""
     cut_pixels = math.prod(look.cut.resized(*size)) if look.cut else 0
-    child_bytes, total_bytes = needs(size[0] * size[1], name, nbytes, cut_pixels)
+    count = size[0] * size[1]
+    child_bytes, total_bytes = needs(count, name, nbytes, cut_pixels, smart_rgb=look.smart_rgb)
     return Needs(child_bytes, total_bytes) if child_bytes > look.allowed_bytes else None
 
 
-def needs(count: int, name: str, nbytes: int, cut_pixels: int = 0) -> tuple[int, int]:
+def needs(
+    count: int, name: str, nbytes: int, cut_pixels: int = 0, *, smart_rgb: bool = False
+) -> tuple[int, int]:
     """Bytes that a picture takes: here, and at most anywhere at a time.
 
     Args:
@@ -157,8 +164,10 @@ def needs(count: int, name: str, nbytes: int, cut_pixels: int = 0) -> tuple[int,
         name: of its format.
         nbytes: of its file.
         cut_pixels: of its patches; without, it is prepared in the server.
+        smart_rgb: whether it is laid over a background.
     """
-    pixels = count * _PIXEL_BYTES.get(name, _OTHERS_PIXEL_BYTES)
+    each = _PIXEL_BYTES.get(name, _OTHERS_PIXEL_BYTES) + _BACKGROUND_PIXEL_BYTES * smart_rgb
+    pixels = count * each
     if cut_pixels:
         # Resized first across, then down, four bytes each, when what decoding took is free.
         resizing = 4 * (count + max(count, cut_pixels) + cut_pixels)
@@ -175,6 +184,8 @@ def needs(count: int, name: str, nbytes: int, cut_pixels: int = 0) -> tuple[int,
 # WebP 16.8; a progressive JPEG in CMYK 11.3, PNG 7.9, AVIF 9.5, the others less.
 _PIXEL_BYTES = {"JPEG2000": 26, "WEBP": 19}
 _OTHERS_PIXEL_BYTES = 13
+# A picture with a grey and an alpha channel has three copies, and is written to the canvas.
+_BACKGROUND_PIXEL_BYTES = 4
 # Of a small picture it is the libraries' tables and buffers that count.
 _PICTURE_BYTES = 8 << 20
 # Most that preparing takes of the server's memory for each pixel, with Pillow's four:

@@ -159,9 +159,9 @@ class Decoding:
         self._decoders.places.stop(self._place)
         self._decoders.budget.stop(self._charge)
 
-    def image(self, data: bytes) -> Image.Image:
-        """A picture, RGB: the pixels of `media.decode`."""
-        size, pixels = self._picture(data, None)
+    def image(self, data: bytes, *, smart_rgb: bool = False) -> Image.Image:
+        """A picture, RGB: the pixels of `media.decode.read_image`."""
+        size, pixels = self._picture(data, None, smart_rgb)
         return picture(pixels, size).copy()
 
     def patches(self, data: bytes, cut: Cut) -> tuple[np.ndarray, tuple[int, int]]:
@@ -172,10 +172,12 @@ class Decoding:
         flat = np.frombuffer(pixels, np.uint8, 3 * cut.patch**2 * across * down, 4 * width * height)
         return flat.reshape(across * down, -1).copy(), (down, across)
 
-    def _picture(self, data: bytes, cut: Cut | None) -> tuple[tuple[int, int], Any]:
+    def _picture(
+        self, data: bytes, cut: Cut | None, smart_rgb: bool = False
+    ) -> tuple[tuple[int, int], Any]:
         """A picture's size, and the memory that it is in."""
         allowed = self._decoders.small_bytes + _twice(data) // 2
-        made, fd = self._look(Look(IMAGE, allowed, cut=cut), data)
+        made, fd = self._look(Look(IMAGE, allowed, cut=cut, smart_rgb=smart_rgb), data)
         assert self._child is not None
         size = made.width, made.height
         behind = 3 * math.prod(cut.resized(*size)) if cut else 0
@@ -268,7 +270,7 @@ class Decoding:
             # A child that sends no valid answer may send more, which would be the next item's.
             self._end_child()
             if self._stopped:
-                raise RequestCancelledError("nobody waits for it any more") from None
+                raise RequestCancelledError("it is no longer wanted") from None
             if child.process.orphaned:
                 raise UnavailableError("the process that starts decoders ended") from None
             logger.warning("A decoding process (pid %d) died over an item", child.process.pid)

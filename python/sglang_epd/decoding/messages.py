@@ -72,12 +72,14 @@ class Look(msgspec.Struct, frozen=True, tag="look"):
         allowed_bytes: how far the child may grow for it.
         rate_hz: of samples, for sounds.
         cut: for a picture of which patches are wanted.
+        smart_rgb: for a picture (`media.decode.read_image`).
     """
 
     modality: str
     allowed_bytes: int
     rate_hz: int = 0
     cut: Cut | None = None
+    smart_rgb: bool = False
 
 
 class ReadFrames(msgspec.Struct, frozen=True, tag="read"):

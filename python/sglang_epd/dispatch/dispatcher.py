@@ -290,11 +290,11 @@ class Dispatcher:
         else:
             run.stranded_at = run.stranded_at or now
             until = min(run.stranded_at + self._patience.encoder_s, run.deadline)
-        nobody = reason or UnavailableError(self._nobody())
+        none_left = reason or UnavailableError(self._why_none())
         complaint = self._pool.complaint()
         hopeless = isinstance(reason, EncodeError) and not full
         if complaint is not None or hopeless or now >= until:
-            raise complaint or nobody
+            raise complaint or none_left
         self._tally.add("waits")
         returns = max(one.returns for one in progress)
         wait: Callable[[float], Awaitable[None]] = self._pool.changed
@@ -311,9 +311,9 @@ class Dispatcher:
             one.returns += 1
             one.refused = False
             one.tried = one.faults
-        return [(item, nobody) for item in items]
+        return [(item, none_left) for item in items]
 
-    def _nobody(self) -> str:
+    def _why_none(self) -> str:
         known = self._pool.describe()
         if not known:
             return "no encoder is known to this server"

@@ -103,7 +103,7 @@ class Snapshot:
     """The encoders that may be asked now, in a lasting order.
 
     Attributes:
-        encoders: the best of those that are left; not empty only if there are any.
+        encoders: all of them; `usable` tells the best.
         turn: items that have been assigned by this server so far.
     """
 
@@ -274,7 +274,7 @@ class Pool:
         self.look(url)
 
     def snapshot(self) -> Snapshot:
-        """Encoders that may be asked: the ready ones, or else the best there are."""
+        """Encoders that may be asked."""
         with self._lock:
             now = self._clock()
             views = [
@@ -444,8 +444,7 @@ def usable(views: Iterable[View]) -> list[View]:
     """The best of these: ready ones that are not full, then full ones, joining, suspect."""
     ranked: dict[tuple[int, bool], list[View]] = {}
     for view in views:
-        if view.state in _USABLE:
-            ranked.setdefault((_USABLE.index(view.state), view.busy), []).append(view)
+        ranked.setdefault((_USABLE.index(view.state), view.busy), []).append(view)
     return ranked[min(ranked)] if ranked else []
 
 

@@ -126,7 +126,7 @@ class Intake:
 
     async def grow(self, arrival: Arrival, nbytes: int) -> None:
         if arrival.closed:
-            raise RequestCancelledError("nobody waits for these media")
+            raise RequestCancelledError("these media are no longer wanted")
         if nbytes <= arrival.nbytes:
             return
         if self.over is arrival or (

@@ -1,4 +1,4 @@
-"""Gives freed memory back to the system, or keeps it for the next item.
+"""How this process's allocator and its collector of garbage are set, and memory given back.
 
 glibc keeps freed memory below the top of its heaps. An encoder frees pictures, patches
 and embeddings of a few megabytes by the thousand: after a burst it held 2.2 GB, of which

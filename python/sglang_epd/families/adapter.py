@@ -2,7 +2,8 @@
 expansions, on a language server to lay out prompts without media.
 
 Leans on `multimodal.processors.base_processor.BaseMultimodalProcessor`
-(`process_mm_data_async`, `compute_mrope_positions`, `prefer_tokenized_input`), on
+(`process_mm_data_async`, `compute_mrope_positions`, `prefer_tokenized_input`,
+`smart_rgb_conversion`, `gpu_image_decode`), on `utils.common.is_jpeg_with_cuda`, on
 `managers.schedule_batch` (`MultimodalProcessorOutput`, `MultimodalDataItem`, `Modality`)
 and on the in-tree `MMReceiverBase._init_mm_processor`, which loads a processor.
 """
@@ -85,6 +86,19 @@ class Adapter:
                 max_req_input_len=_LONGEST_PROMPT,
             )
         )
+
+    def turns(self, data: bytes) -> bool:
+        """Whether the processor has a picture turned by its EXIF orientation, and laid over a
+        background: not those that nvJPEG decodes.
+
+        Args:
+            data: the encoded picture.
+        """
+        if not getattr(self.processor, "smart_rgb_conversion", False):
+            return False
+        from sglang.srt.utils.common import is_jpeg_with_cuda
+
+        return not is_jpeg_with_cuda(data, self.processor.gpu_image_decode)
 
     def see(self, medium: Any, modality: str = IMAGE) -> Seen:
         """Prepare one picture, or a video by its decoder.

@@ -101,14 +101,15 @@ class Family:
 
     def tokenize(self, processor: Any, text: str) -> list[int]:
         """Token ids, as the processor gets them of a prompt that it has expanded."""
-        tokenizer = processor._tokenizer
-        options = {}
-        # SGLang's rule: what a chat template has begun with BOS gets no other.
-        bos = processor._tokenizer_auto_adds_specials and tokenizer.bos_token
-        if bos and text.startswith(bos):
-            options["add_special_tokens"] = False
-        ids: list[int] = tokenizer(text, **options)["input_ids"]
+        ids: list[int] = processor._tokenizer(text, **special_tokens(processor, text))["input_ids"]
         return ids
+
+
+def special_tokens(processor: Any, text: str) -> dict[str, bool]:
+    """The option with which a tokenizer makes token ids of a prompt as SGLang has them made: what
+    a chat template has begun with BOS gets no other."""
+    bos = processor._tokenizer_auto_adds_specials and processor._tokenizer.bos_token
+    return {"add_special_tokens": False} if bos and text.startswith(bos) else {}
 
 
 _UNFILLED = "<<<__IMG_PLACEHOLDER__>>>"

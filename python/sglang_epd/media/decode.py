@@ -2,18 +2,19 @@
 
 SGLang opens, loads and, unless the mode is RGB already, converts to RGB: the alpha
 channel is dropped, not blended, and an EXIF orientation is not applied (TIFF is the
-exception: Pillow itself applies it while loading). `open_image` and `read_image` do that,
-behind bounds on a header's claims. The process that decodes bounds memory and time beyond
-that (`decoding`).
+exception: Pillow itself applies it while loading). Processors with `smart_rgb_conversion`
+(GLM-4V's) have pictures turned and laid over a background. `open_image` and `read_image` do
+that, behind bounds on a header's claims. The process that decodes bounds memory and time
+beyond that (`decoding`).
 """
 
 from __future__ import annotations
 
 import io
 import re
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
-from PIL import Image, ImageFile
+from PIL import Image, ImageFile, ImageOps
 
 from sglang_epd.errors import MediaError, MediaTooLargeError
 from sglang_epd.media.limits import MAX_JPEG_2000_PIXELS, MediaLimits
@@ -28,6 +29,8 @@ _FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "AVIF", "JPEG2000", "HE
 _MAX_JPEG_SCANS = 100
 # In a scan's data 0xFF is followed by 0x00, 0x01 or a restart marker; all else ends it.
 _JPEG_MARKER = re.compile(rb"\xff[\x02-\xcf\xd8-\xfe]")
+# Half of what alpha and brightness are at most.
+_OPAQUE = _BRIGHT = 128
 # Registers the formats. Doing it here keeps worker threads from racing to do it.
 Image.init()
 
@@ -69,11 +72,15 @@ def open_image(file: BinaryIO, limits: MediaLimits) -> tuple[ImageFile.ImageFile
     raise MediaError(f"not an image: {_guess(start)}")
 
 
-def read_image(image: ImageFile.ImageFile, name: str, limits: MediaLimits) -> Image.Image:
+def read_image(
+    image: ImageFile.ImageFile, name: str, limits: MediaLimits, *, smart_rgb: bool = False
+) -> Image.Image:
     """The pixels of an image that `open_image` has opened, of mode RGB; it is closed.
 
     Args:
         name: of the format, as `open_image` gives it.
+        smart_rgb: turn it as its EXIF orientation says, and lay it over a background, as
+            SGLang's `smart_to_rgb` does.
 
     Raises:
         MediaTooLargeError: it takes more memory than there is, or has grown.
@@ -85,6 +92,8 @@ def read_image(image: ImageFile.ImageFile, name: str, limits: MediaLimits) -> Im
                 raise MediaError(f"JPEG image has more than {_MAX_JPEG_SCANS} scans")
             image.load()
             check_size(image.size, name, limits)
+            if smart_rgb:
+                return _turned_and_laid(image)
             # Pillow would carry the transparent colour over, and warn where it cannot.
             # The pixels do not depend on it.
             image.info.pop("transparency", None)
@@ -94,6 +103,32 @@ def read_image(image: ImageFile.ImageFile, name: str, limits: MediaLimits) -> Im
             raise
         except Exception as error:
             raise _damaged(name, error) from error
+
+
+def _turned_and_laid(image: Image.Image) -> Image.Image:
+    """An image as `utils.common.smart_to_rgb` makes it, with a copy less.
+
+    The background is dark where the opaque pixels along the edges are bright, light where they
+    are dark, and white where there are none.
+    """
+    ImageOps.exif_transpose(image, in_place=True)
+    if image.mode not in ("RGBA", "LA") and "transparency" not in image.info:
+        return image if image.mode == "RGB" else image.convert("RGB")
+    if image.mode != "RGBA":
+        image = image.convert("RGBA")
+    width, height = image.size
+    across, down = range(0, width, max(1, width // 20)), range(0, height, max(1, height // 20))
+    edges = [(x, y) for x in across for y in (0, height - 1)]
+    edges += [(x, y) for y in down for x in (0, width - 1)]
+    seen: list[Any] = [image.getpixel(place) for place in edges]
+    colours = [pixel[:3] for pixel in seen if pixel[3] > _OPAQUE]
+    shade = 255
+    if colours:
+        bright = sum(map(sum, colours)) / (3 * len(colours)) > _BRIGHT
+        shade = 32 if bright else 240
+    background = Image.new("RGB", image.size, (shade,) * 3)
+    background.paste(image, mask=image)
+    return background
 
 
 def check_size(size: tuple[int, int], name: str, limits: MediaLimits) -> None:

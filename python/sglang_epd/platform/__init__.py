@@ -11,10 +11,16 @@ imports.
 from __future__ import annotations
 
 import importlib.util
+import logging
 import os
+from pathlib import Path
 
 import torch
 
+logger = logging.getLogger(__name__)
+
+# There on a host with the driver, in its containers too.
+_DRIVER = Path("/proc/driver/nvidia/version")
 PLATFORM_CLASS = "sglang_epd.platform.cpu:CpuPlatform"
 
 
@@ -42,6 +48,13 @@ def register() -> None:
                 "SGLANG_USE_CPU_ENGINE=1"
             )
         return
+    if _DRIVER.exists() and os.environ.get("CUDA_VISIBLE_DEVICES") != "":
+        logger.warning(
+            "This host has an NVIDIA driver, but torch %s sees no GPU: this server runs on the "
+            "CPU. Give its container the GPUs, or install a torch for this driver. "
+            'CUDA_VISIBLE_DEVICES="" says that it is meant',
+            torch.__version__,
+        )
     from sglang_epd.platform.seams import install
 
     install()

@@ -163,6 +163,12 @@ multimodal.processors.internvl
     families/family: InternVLProcessor._resolve_video_num_frames(self requested num_videos text_len
         image_tile_cnt)
     families/family: InternVLProcessor._token_len(self text)
+multimodal.processors.minimax_m3_vl
+    seams/prompt: MiniMaxM3VLProcessor._image_placeholder_text(self grid)
+    seams/prompt: MiniMaxM3VLProcessor._precomputed_media_items(self input_ids embeddings
+        frames_per_video)
+    seams/prompt: MiniMaxM3VLProcessor._video_placeholder_text(self grid timestamps)
+    seams/prompt: MiniMaxM3VLProcessor.get_mm_data(self prompt embeddings kwargs)
 multimodal.processors.qwen_audio
     seams/prompt: Qwen2AudioMultimodalProcessor._build_transcription_prompt(self input_text)
 multimodal.processors.qwen_vl

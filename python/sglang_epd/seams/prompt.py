@@ -8,21 +8,29 @@ which models with time stamps for the frames of a video use in its place. On
 SGLang's EPD does not call.
 The in-tree methods fail on a placeholder that directly follows another one and miss
 one at the very start (sglang#35799); they also do not know the `<image>` mark and
-already expanded runs that the colocated path accepts in text.
+already expanded runs that the colocated path accepts in text, and give a prompt that a chat
+template has begun with BOS another one. On
+`multimodal.processors.minimax_m3_vl.MiniMaxM3VLProcessor.get_mm_data`, which tokenizes the times
+of a video's frames apart from the text before them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 from sglang_epd.errors import MediaError
 from sglang_epd.families import family_of
+from sglang_epd.families.family import special_tokens
 from sglang_epd.families.proof import adapt
-from sglang_epd.modality import IMAGE, MODALITIES
+from sglang_epd.modality import IMAGE, MODALITIES, VIDEO
 
 # Writes the prompt of `/v1/audio/transcriptions`, which has none.
 _TRANSCRIPTION = "_build_transcription_prompt"
+# Writes a video of MiniMax-M3 as text.
+_VIDEO_TEXT = "_video_placeholder_text"
 
 
 class Piece(NamedTuple):
@@ -77,7 +85,61 @@ def robust_placeholders(processor: Any) -> Any:
     processor.build_input_ids = build_input_ids
     if hasattr(processor, "build_input_ids_with_timestamps"):
         processor.build_input_ids_with_timestamps = build_input_ids_with_timestamps
+    if hasattr(processor, _VIDEO_TEXT):
+        processor.get_mm_data = partial(_written_out, processor, processor.get_mm_data)
     return processor
+
+
+def _written_out(
+    processor: Any,
+    original: Callable[..., Any],
+    prompt: str | list[int],
+    embeddings: Any,
+    **told: Any,
+) -> Any:
+    """Around MiniMax-M3's `get_mm_data`: one server puts all of a video into the text, and the
+    first time in it may merge with what stands before."""
+    from sglang.srt.managers.schedule_batch import MultimodalProcessorOutput
+
+    images, videos = (
+        () if (grids := told.get(MODALITIES[name].grids)) is None else grids
+        for name in (IMAGE, VIDEO)
+    )
+    written = {
+        processor.IMAGE_TOKEN: [processor._image_placeholder_text(grid) for grid in images],
+        processor.VIDEO_TOKEN: [
+            processor._video_placeholder_text(grid, times)
+            for grid, times in zip(
+                videos, told.get("video_timestamps") or [None] * len(videos), strict=True
+            )
+        ],
+    }
+    if (
+        not isinstance(prompt, str)
+        or processor.IMAGE_START_TOKEN in prompt  # expanded already
+        or any(prompt.count(mark) != len(texts) for mark, texts in written.items())
+    ):
+        return original(prompt, embeddings, **told)
+    left = {mark: iter(texts) for mark, texts in written.items()}
+    marks = re.compile("|".join(map(re.escape, written)))
+    ids = _encode(processor, marks.sub(lambda mark: next(left[mark.group()]), prompt))
+    return MultimodalProcessorOutput(
+        input_ids=ids,
+        mm_items=processor._precomputed_media_items(
+            input_ids=ids,
+            embeddings=embeddings,
+            frames_per_video=[int(grid[0]) for grid in videos],
+        ),
+        im_start_id=processor.IM_START_TOKEN_ID,
+        im_end_id=processor.IM_END_TOKEN_ID,
+        im_token_id=processor.IM_TOKEN_ID,
+        video_token_id=processor.VIDEO_TOKEN_ID,
+    )
+
+
+def _encode(processor: Any, text: str) -> list[int]:
+    ids: list[int] = processor._tokenizer.encode(text, **special_tokens(processor, text))
+    return ids
 
 
 def _frames(processor: Any, grid: Any, times: Sequence[float]) -> list[Piece]:
@@ -111,7 +173,7 @@ def _token_ids(
         }
         pairs = zip(prompt, [None, *prompt], strict=False)
         return [token for token, before in pairs if token != before or token not in expanded]
-    ids: list[int] = processor._tokenizer.encode(prompt)
+    ids = _encode(processor, prompt)
     tokens = processor.mm_tokens
     image_id: Any = getattr(processor, MODALITIES[IMAGE].placeholder, None)
     images = items.get(image_id, (None, []))[1]
@@ -121,7 +183,7 @@ def _token_ids(
         and isinstance(tokens.image_token, str)
     ):
         marked = tokens.image_token_regex.sub(lambda _match: tokens.image_token, prompt)
-        ids = processor._tokenizer.encode(marked)
+        ids = _encode(processor, marked)
     return ids
 
 
@@ -137,7 +199,9 @@ def as_tokenized(
     Args:
         modalities: of the prompt's items.
     """
-    if input_ids is None:
+    if input_ids is None or processor._tokenizer_auto_adds_specials:
+        return None  # or a prompt that a chat template has begun with BOS would have two
+    if VIDEO in modalities and hasattr(processor, _VIDEO_TEXT):
         return None
     ids = list(input_ids)
     for row in MODALITIES.values():

@@ -40,9 +40,14 @@ _TOWERS = (
     "vision_tower",
     "vision_model",
     "audio_tower",
+    "vpm",
+    "apm",
+    "vision_encoder",
+    "embed_tokens_extend",
     # Modules that fit a tower's output to the language model.
     "multi_modal_projector",
     "mlp1",
+    "resampler",
 )
 _KEPT = "_sglang_epd_kept"
 Weights = Iterable[tuple[str, torch.Tensor]]

@@ -51,7 +51,7 @@ class Gate:
 
 
 def dial(socket: zmq.Socket[Any], endpoint: str) -> str:
-    """Connect to an address that a gate made, or to a port without a gate.
+    """Connect to an address that a gate made; one without a secret is taken too.
 
     Returns:
         The address without its secret.

@@ -23,6 +23,8 @@ class MiniMaxM3(Unweighted):
     architecture = "MiniMaxM3SparseForConditionalGeneration"
     specs = tiny("tiny-minimax-m3")
     special_tokens = ("]<]start of image[>[", _PAD, "]<]end of image[>[", _VIDEO)
+    # The time of a video's first frame begins with a bracket, which merges with a colon.
+    prose = ("What:]<]" * 9,)
     marks = {IMAGE: _PAD, VIDEO: _VIDEO}
     stopped = (
         "reject_out_of_tree_path",

@@ -1,11 +1,12 @@
 from __future__ import annotations
 
 import pytest
-from PIL import Image
+from PIL import ExifTags, Image
 
 import clips
 from families.conftest import FRAME, PAD, Processor
 from media.samples import encoded
+from packages import sglang_module
 from sglang_epd.decoding import Decoders
 from sglang_epd.encoder.model.adapted import AdaptedPreparer
 from sglang_epd.errors import MediaError, MediaTooLargeError, MediaTypeError
@@ -65,6 +66,28 @@ def test_a_layout_tells_all_that_a_prompt_needs(preparer, processor):
     # As it comes over a wire.
     again = decode_body(encode_body(prepared.layout), Layout, 1 << 16)
     assert read(again.extra[EXPANSION][0]) == expansion
+
+
+@pytest.mark.parametrize(
+    ("cuda", "kind", "turned"),
+    [
+        (False, "JPEG", True),
+        (True, "JPEG", False),
+        (True, "PNG", True),
+    ],
+)
+def test_pictures_are_turned_where_a_colocated_server_turns_them(
+    processor, decoders, monkeypatch, cuda, kind, turned
+):
+    """On CUDA nvJPEG decodes JPEGs, which turns nothing."""
+    monkeypatch.setattr(sglang_module("utils.common"), "is_cuda", lambda: cuda)
+    processor.smart_rgb_conversion = processor.gpu_image_decode = True
+    adapter = adapt(processor, "SomeForConditionalGeneration", Family())
+    exif = Image.Exif()
+    exif[ExifTags.Base.Orientation] = 6
+    data = encoded(Image.new("RGB", (140, 84)), kind, exif=exif)
+    prepared = Whole(AdaptedPreparer(adapter, "bfloat16", 16), decoders).prepare("IMAGE", data)
+    assert prepared.layout.grid == ([[1, 5, 3]] if turned else [[1, 3, 5]])
 
 
 def test_pictures_of_one_shape_may_share_a_forward(preparer):

@@ -77,7 +77,9 @@ class AdaptedPreparer:
             because = f": {reason}" if reason else ""
             raise MediaTypeError(f"this encoder does not take {modality.lower()} input{because}")
         if modality == IMAGE:
-            return self.preprocess(modality, decoding.image(data))
+            return self.preprocess(
+                modality, decoding.image(data, smart_rgb=self._adapter.turns(data))
+            )
         return self._prepare_video(data, decoding, options or {})
 
     def _prepare_video(

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import pytest
 import requests
 from PIL import Image
 
@@ -129,6 +130,17 @@ class Client:
     def chat(self, *messages: dict[str, Any], **options: Any) -> requests.Response:
         body = {"model": "default", "messages": list(messages), "temperature": 0, "max_tokens": 16}
         return self.post("/v1/chat/completions", {**body, **options})
+
+    def leaves(self, *messages: dict[str, Any], after_s: float, **options: Any) -> None:
+        """Ask, and be gone before there is an answer."""
+        body = {"model": "default", "messages": list(messages), **options}
+        with pytest.raises(requests.Timeout):
+            url = f"{self.url}/v1/chat/completions"
+            requests.post(url, json=body, headers=self._headers, timeout=(5.0, after_s))
+
+    def flush(self) -> bool:
+        """Have it forget its KV; whether it has, which it does while nothing runs."""
+        return self.post("/flush_cache", {}).ok
 
     def answer(self, *messages: dict[str, Any], **options: Any) -> str:
         """The text of a chat that is to succeed."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import requests
@@ -52,6 +52,23 @@ def status(topology: Topology, role: str = "encoder") -> dict[str, Any]:
     """An encoder's `/v1/status`, which needs no token."""
     found: dict[str, Any] = requests.get(f"{topology.urls[role]}/v1/status", timeout=20).json()
     return found
+
+
+def wait_until_used(
+    topology: Topology, role: str, ask: Callable[[], object], seconds: float = 60.0
+) -> None:
+    """Ask until an encoder has delivered an item.
+
+    Args:
+        ask: has one item encoded; its answer is to be true.
+    """
+    before = delivered(topology, role)
+
+    def used() -> bool:
+        assert ask()
+        return delivered(topology, role) > before
+
+    until(used, seconds, f"{role} is up but not used")
 
 
 def delivered(topology: Topology, role: str = "encoder") -> int:

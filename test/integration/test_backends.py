@@ -228,14 +228,11 @@ def test_what_is_wrong_with_an_image_is_that_requests_error(
     topology.check_alive()
 
 
-def test_garbage_on_the_payload_port(
-    entry: tuple[Topology, Client], photographs: Photographs, request: pytest.FixtureRequest
-) -> None:
-    topology, client = entry
-    name, role = request.node.callspec.params["entry"]
-    if name == "workers":
-        pytest.skip("its tokenizer workers do not say where they receive")
-    flood_the_payload_port(topology, "prefill" if role == "router" else role)
+@pytest.mark.parametrize("role", ["language@zmq_to_tokenizer", "language@mooncake"])
+def test_garbage_on_the_payload_port(machine: Machine, photographs: Photographs, role: str) -> None:
+    topology = machine.use("others")
+    client = topology.client(role)
+    flood_the_payload_port(topology, role)
     client.answer(user(image_part(data_url(photographs[0]))))
     topology.check_alive()
 
@@ -246,11 +243,8 @@ def test_a_client_that_leaves_is_forgotten(
     topology, client = entry
     messages = [user(image_part(data_url(photographs[0])), text_part("What is it?"))]
     # Long enough to be under way when the last of them leaves.
-    body = {"model": "default", "messages": messages, "max_tokens": 512, "ignore_eos": True}
-    for timeout_s in (0.01, 0.05, 0.1):
-        with pytest.raises(requests.Timeout):
-            url = f"{client.url}/v1/chat/completions"
-            requests.post(url, json=body, timeout=(5.0, timeout_s))
+    for after_s in (0.01, 0.05, 0.1):
+        client.leaves(*messages, after_s=after_s, max_tokens=512, ignore_eos=True)
     client.answer(*messages)
     topology.check_alive()
 

@@ -23,8 +23,8 @@ from integration.client import (
     about_a_crop,
     until,
 )
-from integration.counters import delivered, status, total
-from integration.topology import START_TIMEOUT_S, Machine, Topology
+from integration.counters import status, total, wait_until_used
+from integration.topology import Machine, Topology
 
 BURST = 100
 # A load with a fault: so many requests before it, one each so often, and many at once with it.
@@ -67,12 +67,7 @@ def started(machine: Machine, photographs: list[Image.Image]) -> Case:
 @pytest.fixture
 def case(started: Case) -> Case:
     """With both encoders up."""
-    servers = started.topology.servers
-    fallen = [servers[name] for name in ENCODERS if not servers[name].running]
-    for server in fallen:
-        server.start()
-    for server in fallen:
-        server.wait_ready(START_TIMEOUT_S)
+    started.topology.start_again(*ENCODERS)
     return started
 
 
@@ -112,13 +107,8 @@ def _check(asked: list[Future[float]]) -> None:
 
 
 def _wait_until_used(case: Case, name: str) -> None:
-    before, numbers = delivered(case.topology, name), itertools.count()
-
-    def used() -> bool:
-        assert case.ask(next(numbers)) < TOLERANCE
-        return delivered(case.topology, name) > before
-
-    until(used, SOON_S, f"{name} is up but not used")
+    numbers = itertools.count()
+    wait_until_used(case.topology, name, lambda: case.ask(next(numbers)) < TOLERANCE, SOON_S)
 
 
 def _refused(case: Case) -> float:
@@ -155,8 +145,7 @@ def test_a_killed_encoder_costs_nothing_and_is_used_again_when_it_is_back(
     asked = _begin_load(case, pool, "encoder")
     case.topology.servers["encoder"].kill()
     _check([*asked, *_go_on(case, pool)])
-    case.topology.servers["encoder"].start()
-    case.topology.servers["encoder"].wait_ready(START_TIMEOUT_S)
+    case.topology.start_again("encoder")
     _wait_until_used(case, "encoder")
 
 

@@ -104,7 +104,7 @@ def test_an_aborted_request_leaves_nothing(
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize("ranks", ["--tp 2", "--pp-size 2", "--tp 2 --pp-size 2"])
+@pytest.mark.parametrize("ranks", ["--tp 2", "--tp 2 --pp-size 2"])
 def test_on_several_ranks_with_pages_and_memory_for_one_request(
     machine: Machine, site: Site, asked: list[dict[str, Any]], ranks: str
 ) -> None:

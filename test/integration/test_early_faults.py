@@ -18,7 +18,7 @@ from integration.client import text_part, until, user
 from integration.counters import held, status
 from integration.late import Late, question
 from integration.listener import Site
-from integration.topology import START_TIMEOUT_S, Machine, Topology
+from integration.topology import Machine, Topology
 
 # Three starts of servers, and requests that wait for frozen ones.
 pytestmark = pytest.mark.extended
@@ -37,11 +37,7 @@ def started(machine: Machine) -> Topology:
 @pytest.fixture
 def topology(started: Topology) -> Iterator[Topology]:
     """With both encoders up; nothing is held at the end."""
-    fallen = [started.servers[name] for name in ENCODERS if not started.servers[name].running]
-    for server in fallen:
-        server.start()
-    for server in fallen:
-        server.wait_ready(START_TIMEOUT_S)
+    started.start_again(*ENCODERS)
     yield started
     for name in ("language", "language@kv", "language@stages"):
         check_nothing_held(started.urls[name])

@@ -11,7 +11,7 @@ import pytest
 import clips
 from integration.client import text_part, until, user, video_part
 from integration.counters import delivered, held, status, total
-from integration.topology import START_TIMEOUT_S, Machine, Topology
+from integration.topology import Machine, Topology
 
 # Servers of their own, of which some are not forked, and passes that take a second.
 pytestmark = pytest.mark.extended
@@ -28,10 +28,7 @@ def started(machine: Machine, request: pytest.FixtureRequest) -> Topology:
 @pytest.fixture
 def topology(started: Topology) -> Iterator[Topology]:
     """With both encoders up; nothing is held at the end."""
-    for name in ENCODERS:
-        if not started.servers[name].running:
-            started.servers[name].start()
-            started.servers[name].wait_ready(START_TIMEOUT_S)
+    started.start_again(*ENCODERS)
     yield started
     until(lambda: not any(held(started.urls["language"]).values()), why="something is held")
 

@@ -45,8 +45,7 @@ def sources(topology: Topology) -> Counter[str]:
 
 def forget(topology: Topology) -> None:
     """The language server has no KV any more; it keeps no embeddings."""
-    answer = requests.post(f"{topology.urls['language']}/flush_cache", timeout=60)
-    assert answer.status_code == 200, answer.text
+    assert topology.client().flush()
 
 
 def test_many_who_show_one_new_picture_have_it_encoded_once(

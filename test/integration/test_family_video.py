@@ -12,7 +12,6 @@ from checkpoints.families import FAMILIES
 from checkpoints.family import VIDEO, Family
 from integration.client import (
     TOLERANCE,
-    Client,
     data_url,
     image_part,
     text_part,
@@ -80,9 +79,9 @@ def test_a_video_before_an_image_has_its_own_place_in_the_prefix_cache(
         tokens = response.json()["meta_info"]["output_token_logprobs"]
         return [token for _, token, _ in tokens], [logprob for logprob, _, _ in tokens]
 
-    _flush(language)
+    assert language.flush()
     alone = answer("rocket")
-    _flush(language)
+    assert language.flush()
     assert answer("coffee") != alone
     again = answer("rocket")
     assert again[0] == alone[0]
@@ -113,8 +112,3 @@ def test_a_prompt_that_takes_the_room_of_frames_is_refused(
     response = language.chat(user(*[part] * 18, LOOKED_AT))
     assert response.status_code == 400
     assert "frames of each of its videos" in response.text
-
-
-def _flush(server: Client) -> None:
-    response = server.post("/flush_cache", {})
-    assert response.status_code == 200, response.text

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 
-import grpc
 import pytest
-import requests
-from grpc_health.v1 import health_pb2, health_pb2_grpc
 from PIL import Image
 
 from clips import encode, moving_crop
@@ -21,9 +18,9 @@ from integration.client import (
     user,
     video_part,
 )
-from integration.counters import delivered, total
+from integration.counters import delivered, total, wait_until_used
 from integration.listener import Site
-from integration.topology import START_TIMEOUT_S, Machine, Topology
+from integration.topology import Machine, Topology
 
 # What test/encoder shows in one process, with three servers.
 pytestmark = pytest.mark.extended
@@ -46,14 +43,6 @@ def test_pictures_and_videos_are_answered_as_by_one_server(
         assert delivered(topology, name), "each has had its turn"
 
 
-def test_health_is_that_of_any_grpc_server(topology: Topology) -> None:
-    for name in ENCODERS:
-        with grpc.insecure_channel(f"127.0.0.1:{topology.ports[f'{name} grpc']}") as channel:
-            asked = health_pb2.HealthCheckRequest()
-            answer = health_pb2_grpc.HealthStub(channel).Check(asked, timeout=10)
-        assert answer.status == health_pb2.HealthCheckResponse.SERVING
-
-
 def test_a_picture_that_cannot_be_read_is_its_requests_error(topology: Topology) -> None:
     broken = image_part(data_url(b"no picture"))
     response = topology.client().chat(user(broken, text_part("What?")))
@@ -70,12 +59,7 @@ def test_a_client_that_leaves_ends_the_work(topology: Topology, site: Site) -> N
     before = cancelled()
     site.slow_s = 30.0
     message = user(image_part(f"{site.url}/slow.png"), text_part("What?"))
-    with pytest.raises(requests.Timeout):
-        requests.post(
-            f"{topology.urls['language']}/v1/chat/completions",
-            json={"model": "default", "messages": [message]},
-            timeout=2,
-        )
+    topology.client().leaves(message, after_s=2.0)
     until(lambda: cancelled() > before)
     assert site.asked
 
@@ -95,14 +79,8 @@ def test_an_encoder_that_is_killed_costs_no_request(
         asked[4].result()
         topology.servers["encoder@2"].kill()
         assert max(one.result() for one in asked) < TOLERANCE
-    topology.servers["encoder@2"].start()
-    topology.servers["encoder@2"].wait_ready(START_TIMEOUT_S)
-
-    def used() -> bool:
-        assert distance(0) < TOLERANCE
-        return delivered(topology, "encoder@2") > 0
-
-    until(used, why="an encoder that has come back is not used")
+    topology.start_again("encoder@2")
+    wait_until_used(topology, "encoder@2", lambda: distance(0) < TOLERANCE)
 
 
 def test_sglangs_own_language_server_asks_the_encoder(

@@ -14,7 +14,7 @@ import requests
 from PIL import Image
 
 from integration.client import TOLERANCE, Client, about_a_crop, until
-from integration.topology import START_TIMEOUT_S, TOPOLOGIES, Machine, Topology
+from integration.topology import TOPOLOGIES, Machine, Topology
 
 pytestmark = pytest.mark.extended
 
@@ -39,12 +39,6 @@ def frozen(pid: int) -> Iterator[None]:
         os.killpg(pid, signal.SIGCONT)
 
 
-def leaves(client: Client, message: dict, after_s: float) -> None:
-    body = {"model": "default", "messages": [message], "max_tokens": 8}
-    with pytest.raises(requests.Timeout):
-        requests.post(f"{client.url}/v1/chat/completions", json=body, timeout=(5.0, after_s))
-
-
 def test_clients_that_leave_while_their_pictures_are_encoded(
     large: tuple[Topology, Client], photographs: Photographs
 ) -> None:
@@ -52,7 +46,7 @@ def test_clients_that_leave_while_their_pictures_are_encoded(
     expected = client.generation(about_a_crop(photographs, 0))
     with frozen(topology.servers["encoder"].pid):
         for number in range(100, 104):
-            leaves(client, about_a_crop(photographs, number), 0.5)
+            client.leaves(about_a_crop(photographs, number), after_s=0.5, max_tokens=8)
         # Requests go on beside them.
         assert client.generation(about_a_crop(photographs, 0)).distance(expected) < TOLERANCE
     for number in (0, 100, 104):
@@ -74,8 +68,7 @@ def test_a_killed_encoder_costs_only_the_requests_it_had(
         statuses = [answer.result(SOON_S).status_code for answer in answers]
     assert set(statuses) <= {200, 502, 503, 504}
     assert client.generation(about_a_crop(photographs, 0)).distance(known) < TOLERANCE
-    encoder.start()
-    encoder.wait_ready(START_TIMEOUT_S)
+    topology.start_again("encoder")
     until(lambda: client.chat(asked[-1]).ok, SOON_S, "the encoder is back but not used")
     again = [client.generation(message) for message in asked]
     assert client.generation(asked[0]).distance(again[0]) < TOLERANCE

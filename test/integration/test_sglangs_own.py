@@ -83,7 +83,6 @@ SERVERS = {
         (image, video),
         {"reasoning_effort": "none"},
     ),
-    "one encoder": Own("own_one", "router", TINY, (image, several)),
     "several encoders": Own("own_several", "router", TINY, (image, several)),
     "mooncake": Own("own_mooncake", "router", TINY, (image, several)),
     "grpc": Own("own_grpc", "router", TINY, (image, several)),

@@ -17,7 +17,7 @@ import pytest
 import requests
 
 from integration.client import TOLERANCE, text_part, until, user
-from integration.counters import delivered
+from integration.counters import wait_until_used
 from integration.fork_server import BREAKS
 from integration.listener import Site
 from integration.topology import START_TIMEOUT_S, TOKEN, Machine, Topology
@@ -30,13 +30,7 @@ def topology(machine: Machine) -> Topology:
 
 
 def _wait_until_used(topology: Topology, name: str, message: dict) -> None:
-    before = delivered(topology, name)
-
-    def used() -> bool:
-        topology.client().chat(message)
-        return delivered(topology, name) > before
-
-    until(used, why=f"{name} is up but not used")
+    wait_until_used(topology, name, lambda: topology.client().chat(message).status_code)
 
 
 def test_an_encoder_that_registers_itself_gets_its_share(topology: Topology, message: dict) -> None:
@@ -102,10 +96,8 @@ def test_with_no_encoder_left_the_request_fails_and_the_server_lives(
     response = language.chat(message)
     assert response.status_code == 503, response.text
     assert language.answer(user(text_part("Still there?")))
+    topology.start_again("encoder", "registering")
     for name in ("encoder", "registering"):
-        topology.servers[name].start()
-    for name in ("encoder", "registering"):
-        topology.servers[name].wait_ready(START_TIMEOUT_S)
         assert _decodes(topology, name), "its first picture waits for a process and its modules"
         _wait_until_used(topology, name, message)
 
@@ -156,8 +148,7 @@ def test_a_language_server_started_again_finds_the_encoder_that_registers(
     expected = language.generation(message)
     topology.servers["encoder"].kill()
     topology.servers["language"].kill()
-    topology.servers["language"].start()
-    topology.servers["language"].wait_ready(START_TIMEOUT_S)
+    topology.start_again("language")
     # An encoder renews its registration every 5 s, and a request waits as long for one.
     assert language.generation(message).distance(expected) < TOLERANCE
 

@@ -106,6 +106,13 @@ class Topology:
             self.servers["router"].start()
             self._wait(["router"])
 
+    def start_again(self, *roles: str) -> None:
+        """Start those servers that have ended, together, and wait for them."""
+        ended = [role for role in roles if not self.servers[role].running]
+        for role in ended:
+            self.servers[role].start()
+        self._wait(ended)
+
     def client(self, role: str = "language", headers: dict[str, str] | None = None) -> Client:
         return Client(self.urls[role], headers)
 
@@ -590,7 +597,6 @@ TOPOLOGIES: dict[str, Callable[[], Topology]] = {
     ),
     # Those of SGLang's own test of EPD.
     "own_omni": lambda: _own("tiny-qwen3-omni-moe"),
-    "own_one": lambda: _own(_TINY, encoder=_CACHE),
     "own_several": lambda: _own(_TINY, "encoder@2", encoder=_CACHE),
     "own_mooncake": lambda: _own(
         _TINY,

@@ -11,7 +11,8 @@ EpdError
 ├── OverloadedError     503  over a budget; try again later or elsewhere
 ├── UnavailableError    503  the peer is down, draining or out of reach
 │   ├── EncoderLostError 503  an encoder went away, or broke, while it had the request
-│   └── TokenError       503  an encoder does not take this server's token
+│   ├── TokenError       503  an encoder does not take this server's token
+│   └── UnreachableError 503  an encoder cannot connect to this server's payload port
 ├── NamespaceError      503  the two servers do not hold the same encoder
 ├── RequestCancelledError 499  the caller no longer waits for the result
 ├── DeadlineError       504  the request's deadline passed
@@ -140,6 +141,10 @@ class EncoderLostError(UnavailableError):
 
 
 class TokenError(UnavailableError):
+    pass
+
+
+class UnreachableError(UnavailableError):
     pass
 
 

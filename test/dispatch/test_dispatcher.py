@@ -14,7 +14,7 @@ from dispatch.conftest import FakeEncoder
 from sglang_epd.dispatch import dispatcher
 from sglang_epd.dispatch.dispatcher import Dispatcher, Patience
 from sglang_epd.dispatch.policies import Affinity, ItemCost, Policy, shuffle
-from sglang_epd.dispatch.pool import Health, Pool, Report
+from sglang_epd.dispatch.pool import STATIC, Health, Pool, Report
 from sglang_epd.encoder.admission import Admission
 from sglang_epd.errors import (
     DeadlineError,
@@ -27,6 +27,7 @@ from sglang_epd.errors import (
     NamespaceError,
     OverloadedError,
     UnavailableError,
+    UnreachableError,
 )
 from sglang_epd.wire.http import EncodeItem, ItemLayout, ItemOutcome, ReplyTo
 from sglang_epd.wire.messages import (
@@ -447,6 +448,21 @@ async def test_an_encoder_that_refuses_the_token_is_asked_once(start, run):
             await run(pool, patience=Patience(60.0, 5.0), seconds=60.0)
         pool.heard(stranger.url, Report("ns"))
     assert len(stranger.requests) == 1
+
+
+async def test_an_encoder_that_cannot_reach_this_server_is_left_alone(two, run):
+    first, second = two
+    text = "cannot connect to the payload port of a language server"
+    first.says(*(ItemOutcome(n, "failed", UnreachableError.__name__, text) for n in (0, 2)))
+    pool = ready(first.url, second.url)
+    for _ in range(3):
+        await run(pool, 4)
+        pool.heard(first.url, Report("ns"))
+    assert (len(first.requests), pool.state(first.url)) == (1, Health.MISFIT)
+    pool.remove(second.url, STATIC)
+    port = REPLY_TO.endpoint.rpartition("@")[2]
+    with pytest.raises(UnavailableError, match=f"{first.url} cannot connect to .* port {port}"):
+        await run(pool, patience=Patience(60.0, 5.0), seconds=60.0)
 
 
 async def test_an_encoder_that_is_well_and_fails_all_the_same_is_asked_less_and_less(start, run):

@@ -4,6 +4,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from sglang_epd.encoder import memory
 from sglang_epd.encoder.memory import give_back
 
 BLOCK_BYTES = 64 << 10  # small enough for the heap
@@ -90,3 +93,28 @@ print(before, len(gc.get_objects()), gc.get_freeze_count())
 """
     before, after, kept = run(check)
     assert (before > 100_000, after < 1_000, kept > 100_000) == (True, True, True)
+
+
+@pytest.mark.parametrize(
+    ("on_cpu", "done", "given"),
+    [
+        (True, [0, 1, 2, 2, 3], [1, 2, 4]),
+        # While nothing is finished, and every third turn.
+        (False, [0, 1, 2, 3, 4, 4, 4], [3, 5]),
+    ],
+)
+async def test_memory_is_given_back_when_something_was_finished(monkeypatch, on_cpu, done, given):
+    monkeypatch.setattr(memory, "_EVERY_S", 0.0)
+    monkeypatch.setattr(memory, "_TURNS_UNDER_LOAD", 3)
+    told: list[int] = []
+    monkeypatch.setattr(memory, "give_back", lambda: told.append(turn))
+    turn = -1
+
+    def finished() -> int:
+        nonlocal turn
+        turn += 1
+        return done[turn]
+
+    with pytest.raises(IndexError):
+        await memory.give_back_in_time(finished, on_cpu=on_cpu)
+    assert told == given

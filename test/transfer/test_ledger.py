@@ -986,7 +986,7 @@ def test_what_a_sample_that_has_yet_to_ask_may_need_is_waited_for(books):
     books.claim(expect, covered=(0,))
     books.deliver("t", 1, letter="b")
     assert books.settled()
-    assert books.ledger._entries["t"].open_items == 1
+    assert books.ledger._entries["t"].is_open()
     books.claim(expect, "second", covered=(0,))
     assert books.settled()
 

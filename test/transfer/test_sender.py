@@ -7,14 +7,20 @@ import socket
 import threading
 import time
 import weakref
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 
 import pytest
 import torch
 import zmq
 import zmq.asyncio
 
-from sglang_epd.errors import DeadlineError, EncodeError, ProtocolError, UnavailableError
+from sglang_epd.errors import (
+    DeadlineError,
+    EncodeError,
+    ProtocolError,
+    UnavailableError,
+    UnreachableError,
+)
 from sglang_epd.transfer import host
 from sglang_epd.transfer import sender as sender_module
 from sglang_epd.transfer.arena import Arena
@@ -86,6 +92,36 @@ def deaf_endpoint():
     """An address at which nobody answers: connections are taken and nothing is said."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         yield f"tcp://127.0.0.1:{server.getsockname()[1]}"
+
+
+@pytest.fixture
+def closed_port() -> Iterator[socket.socket]:
+    """A port of which nothing is heard, and that nothing else takes."""
+    with socket.socket() as reserved:
+        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        reserved.bind(("127.0.0.1", 0))
+        yield reserved
+
+
+async def test_offers_to_a_port_that_cannot_be_connected_to_fail_until_it_can(closed_port, caplog):
+    sender = Sender(reach_s=0.3)
+    endpoint = f"tcp://secret@127.0.0.1:{closed_port.getsockname()[1]}"
+    try:
+        for _ in range(2):
+            began = time.monotonic()
+            with pytest.raises(UnreachableError, match=r"cannot connect .* at 127") as e:
+                async with sender.offer(endpoint, offer()) as offered:
+                    await asyncio.wait_for(offered.decided, PATIENCE_S)
+            assert "secret" not in str(e.value)
+        assert time.monotonic() - began < 0.2, "the second one is not waited for"
+        assert caplog.text.count("cannot connect") == 1
+        closed_port.listen()
+        await until(lambda: sender._peer(endpoint).out_of_reach is None)
+        async with sender.offer(endpoint, offer()) as offered:
+            await asyncio.sleep(0.5)
+            assert not offered.decided.done(), "a server that says nothing has its time"
+    finally:
+        await sender.close()
 
 
 async def deliver(sender: Sender, endpoint: str, item: int = 0, ticket: str = "t") -> str:
@@ -275,6 +311,24 @@ async def fail_to_deliver(sender: Sender, router: Router) -> None:
     await router.say(wire.Grant("t", 0, 7, 30.0, wire.Remote("there:1", 0)))
     with pytest.raises(UnavailableError, match="card"):
         await delivery
+
+
+async def test_after_a_failed_write_payloads_go_without_the_engine_for_a_while(router):
+    """Or each would be made, and lost, where a network card is broken."""
+    sender = Sender(remote=FailingEngine(None))
+    try:
+        await fail_to_deliver(sender, router)
+        assert await router.receive() == wire.Withdraw("t", 0, 7)
+        again = asyncio.create_task(deliver(sender, router.endpoint))
+        assert (await router.receive()).engine == ""
+        await router.say(INLINE)
+        await router.receive()
+        await router.say(wire.Ack("t", 0, 7))
+        assert await again == "inline"
+        sender._peer(router.endpoint).engine_from = time.monotonic()
+        await fail_to_deliver(sender, router)
+    finally:
+        await sender.close()
 
 
 async def test_a_remote_write_that_failed_keeps_its_memory_until_the_engine_is_done(router):

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import torch
 
-from sglang_epd.device.protocol import Device, Event, Host, Stream
+from sglang_epd.device.protocol import DEVICE_ERRORS, Device, Event, Host, Stream
 
-__all__ = ["Device", "Event", "Host", "Stream", "device_of"]
+__all__ = ["DEVICE_ERRORS", "Device", "Event", "Host", "Stream", "device_of"]
 
 
 def device_of(name: str, index: int | None = None) -> Device:

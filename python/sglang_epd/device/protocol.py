@@ -14,6 +14,9 @@ from typing import Any, Protocol
 
 import torch
 
+# Of a device, whatever was run there; torch derives both from `RuntimeError`.
+DEVICE_ERRORS = torch.OutOfMemoryError, torch.AcceleratorError
+
 
 class Event(Protocol):
     """A place in a stream."""

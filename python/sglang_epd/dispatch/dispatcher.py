@@ -32,6 +32,7 @@ from sglang_epd.errors import (
     NamespaceError,
     OverloadedError,
     UnavailableError,
+    UnreachableError,
     from_code,
 )
 from sglang_epd.spans import OFF, Span
@@ -388,6 +389,10 @@ class Dispatcher:
             EpdError: too many encoders failed at it, or ended while they had it.
         """
         self._tally.add("retries", error.code)
+        if isinstance(error, UnreachableError):
+            place = run.reply_to.endpoint.rpartition("@")[2]
+            why = f"encoder {url} cannot connect to this server's payload port {place}"
+            self._pool.cannot_reach(url, UnreachableError(why))
         progress = run.progress[item.item]
         progress.refused |= isinstance(error, OverloadedError)
         if isinstance(error, EncodeError | NamespaceError):

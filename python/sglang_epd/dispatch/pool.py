@@ -23,6 +23,7 @@ from sglang_epd.errors import (
     OverloadedError,
     TokenError,
     UnavailableError,
+    UnreachableError,
     from_code,
 )
 
@@ -35,7 +36,7 @@ class Health(enum.Enum):
     SUSPECT = "suspect"  # the last probe or request failed: asked where no other is left
     OPEN = "open"  # failed again: not asked; what it has goes elsewhere, if there is one
     DRAINING = "draining"  # finishes what it has
-    MISFIT = "misfit"  # of another model, or refuses this server's token: not asked
+    MISFIT = "misfit"  # of another model, refuses the token, or cannot reach this server: not asked
     GONE = "gone"  # its lease or its name's address ended; it may join anew
 
 
@@ -55,8 +56,8 @@ _MOVES: dict[Health, frozenset[Health]] = {
 }
 # Where work may go, best first.
 _USABLE = (_S.READY, _S.JOINING, _S.SUSPECT)
-# An encoder that refused this server's token is not asked for so long: probes, which go without
-# one, do not tell when it would take it.
+# An encoder that refused this server's token, or cannot connect to its payload port, is not asked
+# for so long: probes do not tell when it would take it, or can.
 _REFUSED_S = 5.0
 # Owners: what keeps an encoder in the pool.
 STATIC = "static"
@@ -273,6 +274,12 @@ class Pool:
                 self._move(encoder, _S.SUSPECT, why)
         self.look(url)
 
+    def cannot_reach(self, url: str, error: UnreachableError) -> None:
+        """Note that an encoder cannot connect to this server's payload port."""
+        with self._lock:
+            if encoder := self._encoders.get(url):
+                self._refused(encoder, error)
+
     def snapshot(self) -> Snapshot:
         """Encoders that may be asked."""
         with self._lock:
@@ -362,8 +369,16 @@ class Pool:
     def _misfit(self, encoder: _Encoder, report: Report) -> EpdError | None:
         if report.namespace != self.namespace:
             return NamespaceError.between(self.namespace, report.namespace)
-        refused = isinstance(encoder.misfit, TokenError) and self._clock() < encoder.refused_until
-        return encoder.misfit if refused else None
+        lasting = isinstance(encoder.misfit, TokenError | UnreachableError)
+        return encoder.misfit if lasting and self._clock() < encoder.refused_until else None
+
+    def _refused(self, encoder: _Encoder, error: EpdError) -> None:
+        # Without its trace.
+        encoder.misfit = from_code(error.code, error.message)
+        encoder.refused_until = self._clock() + _REFUSED_S
+        if encoder.state in _USABLE:
+            self._move(encoder, _S.MISFIT, error.message)
+        self.look(encoder.url)
 
     def _join(self, url: str) -> _Encoder:
         url = _clean(url)
@@ -418,12 +433,7 @@ class Pool:
             elif isinstance(error, OverloadedError):
                 encoder.busy_until = self._clock() + (error.retry_after_s or 1.0)
             elif isinstance(error, NamespaceError | TokenError):
-                # Without its trace.
-                encoder.misfit = from_code(error.code, error.message)
-                encoder.refused_until = self._clock() + _REFUSED_S
-                if encoder.state in _USABLE:
-                    self._move(encoder, _S.MISFIT, error.message)
-                self.look(url)
+                self._refused(encoder, error)
             elif isinstance(error, UnavailableError):
                 self.doubt(url, error.message)
 

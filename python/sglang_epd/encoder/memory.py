@@ -8,14 +8,20 @@ that no other fits. What a server has when it begins to serve is kept out of Pyt
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import gc
+import itertools
+from collections.abc import Callable
+from typing import NoReturn
 
 _M_MMAP_THRESHOLD = -3
 _M_TRIM_THRESHOLD = -1
 _M_ARENA_MAX = -8
 _LARGE_BYTES = 4 << 20
 _LARGEST_BYTES = 1 << 30
+_EVERY_S = 10.0
+_TURNS_UNDER_LOAD = 30
 _MOST_KEPT_BYTES = (1 << 31) - 1  # the C library takes an int
 
 
@@ -59,6 +65,26 @@ def give_back() -> bool:
     """
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     return trim is not None and bool(trim(0))
+
+
+async def give_back_in_time(finished: Callable[[], int], *, on_cpu: bool) -> NoReturn:
+    """Give memory back for as long as this is awaited, when something has been finished.
+
+    On an accelerator the next item would wait for new pages (`keep_freed`), and all that needs
+    memory for this: there while nothing is finished, and else every five minutes.
+
+    Args:
+        finished: how much this process has done so far.
+    """
+    tidy_at = before = finished()
+    for turn in itertools.count(1):
+        await asyncio.sleep(_EVERY_S)
+        now = finished()
+        quiet, before = now == before, now
+        if now != tidy_at and (on_cpu or quiet or turn % _TURNS_UNDER_LOAD == 0):
+            tidy_at = now
+            await asyncio.to_thread(give_back)
+    raise AssertionError("it does not end")
 
 
 def keep_for_good() -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import atexit
 import ipaddress
-import itertools
 import logging
 import os
 import resource
@@ -33,7 +32,7 @@ from sglang_epd.encoder import sglang_metrics
 from sglang_epd.encoder.admission import Admission
 from sglang_epd.encoder.answering import Answering
 from sglang_epd.encoder.app import create_app
-from sglang_epd.encoder.memory import give_back, keep_for_good, keep_large_apart
+from sglang_epd.encoder.memory import give_back_in_time, keep_for_good, keep_large_apart
 from sglang_epd.encoder.pipeline.computations import Computations
 from sglang_epd.encoder.pipeline.scheduling import BatchBounds
 from sglang_epd.encoder.registration import Registration
@@ -67,7 +66,6 @@ logger = logging.getLogger(__name__)
 _EXPORT_S = 1.0
 _DESCRIPTORS = 65_535
 _HOUSEKEEPING_S = 10.0
-_TURNS_UNDER_LOAD = 30
 _CACHE_MB = 4096
 _BODY_BYTES = 512 << 20
 
@@ -460,28 +458,19 @@ def _housekeeping(
     metrics: EncoderMetrics,
     rpc_server: RpcServer | None = None,
 ) -> Any:
-    on_cpu = _on_cpu()
-
     async def keep_house() -> None:
-        tidy_at = finished = service.finished
-        for turn in itertools.count(1):
+        while True:
             await asyncio.sleep(_HOUSEKEEPING_S)
             try:
                 await sender.close_unused()
             except Exception:
                 logger.exception("Connections that are not used stay open for now")
-            # On an accelerator the next item would wait for new pages (`keep_freed`), and all
-            # that needs memory for this: not between two requests.
-            quiet, finished = service.finished == finished, service.finished
-            due = on_cpu or quiet or turn % _TURNS_UNDER_LOAD == 0
-            if finished != tidy_at and due:
-                tidy_at = finished
-                await asyncio.to_thread(give_back)
 
     @asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
         keep_for_good()
-        task = asyncio.create_task(keep_house())
+        memory = give_back_in_time(lambda: service.finished, on_cpu=_on_cpu())
+        tasks = [asyncio.create_task(keep_house()), asyncio.create_task(memory)]
         lag = LoopLag(metrics.loop_lag_seconds.observe)
         lag.start()
         if rpc_server is not None:
@@ -492,8 +481,9 @@ def _housekeeping(
             if rpc_server is not None:
                 await rpc_server.stop(CLOSE_S)
             lag.stop()
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
             await service.computations.close()
             if service.computations.store is not None:
                 await service.computations.store.close()

@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from sglang_epd.device.cuda import available
 from sglang_epd.media import VideoFacts
 
 _HANDED_ON: Any = tuple
@@ -87,38 +86,3 @@ def drawn(frames: int, width: int, height: int, frames_per_second: float) -> Any
         width, height: in pixels.
     """
     return apart(_Grey(VideoFacts(frames, width, height, frames_per_second)))
-
-
-def on_device(film: Any, data: bytes, processor: Any) -> Any:
-    """The decoder of a video on the accelerator, where one server has it there for this
-    processor and can; else None."""
-    if type(processor).video_preprocessing_device == "cpu" or not available():
-        return None
-    return _on_device()(film, data)
-
-
-@functools.cache
-def _on_device() -> Any:
-    from sglang.srt.utils.video_decoder import VideoDecoderWrapper
-
-    class OnDevice(VideoDecoderWrapper, _HANDED_ON):
-        def __new__(cls, *_args: Any) -> Any:
-            return tuple.__new__(cls)
-
-        def __init__(self, film: Any, data: bytes) -> None:
-            super().__init__(data, "cuda")
-            self._film = film
-
-        def __getitem__(self, index: Any) -> Any:
-            self._film.admit(1)
-            return super().__getitem__(index)
-
-        def get_frames_at(self, indices: list[int]) -> Any:
-            self._film.admit(len(indices))
-            return super().get_frames_at(indices)
-
-        def get_frames_as_tensor(self, indices: list[int]) -> Any:
-            self._film.admit(len(indices))
-            return super().get_frames_as_tensor(indices)
-
-    return OnDevice

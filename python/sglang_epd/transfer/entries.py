@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -113,6 +114,10 @@ class RequestEntry:
     patient_until: float = 0.0
     # Sent to its tokenizer with its end, by its first claim that had its items.
     over: wire.Needed | None = None
+    # The item that a claim missed last: most land in their order.
+    _missed: int = 0
+    # Items that have been granted, and may be so no more.
+    granted: set[int] = field(default_factory=set)
 
     def go(self, plan: Plan, patient_until: float = 0.0) -> None:
         if plan not in PLANS[self.plan]:
@@ -121,15 +126,33 @@ class RequestEntry:
 
     def satisfies(self, claim: wire.Claim) -> bool:
         """Whether all is here that a claim needs."""
-        covered = frozenset(claim.covered)
-        return all(item.here or number in covered for number, item in enumerate(self.items))
+        covered, count = frozenset(claim.covered), len(self.items)
+        for number in itertools.chain(range(self._missed, count), range(self._missed)):
+            if not (self.items[number].here or number in covered):
+                self._missed = number
+                return False
+        return True
+
+    def is_open(self, but: int = -1) -> bool:
+        """Whether an item but this one has no granted memory; a cached one may come to need a
+        grant, too. Not those that the prefix cache has, unless a sample that has yet to claim may
+        need them."""
+        every = self.plan is not Plan.DECIDED or self.consumers > len(self.claims)
+        # From that item on: encoders offer them in their order.
+        others = itertools.chain(self.items[but + 1 :], self.items[: max(0, but)])
+        return any(item.block is None and (every or item.wanted) for item in others)
+
+    def awaits_elsewhere(self, peer: bytes | None, covered: frozenset[int]) -> bool:
+        """Whether an item is on its way from another encoder than this one."""
+        items = self.items
+        self.granted = {number for number in self.granted if items[number].state is _S.GRANTED}
+        blocks = [items[number].block for number in self.granted - covered]
+        return any(block is not None and block.peer != peer for block in blocks)
 
     @property
-    def open_items(self) -> int:
-        """Items without granted memory; a cached one may come to need a grant, too. Not those that
-        the prefix cache has, unless a sample that has yet to claim may need them."""
-        every = self.plan is not Plan.DECIDED or self.consumers > len(self.claims)
-        return sum(item.block is None and (every or item.wanted) for item in self.items)
+    def holds(self) -> bool:
+        """Whether it has memory."""
+        return any(item.block is not None for item in self.items)
 
     @property
     def places(self) -> list[tuple[int, int]]:
@@ -137,7 +160,7 @@ class RequestEntry:
         return [item.block.place for item in self.items if item.block is not None]
 
     def begins_below(self, offset: int) -> bool:
-        return any(begin < offset for begin, _ in self.places)
+        return any(item.block is not None and item.block.offset < offset for item in self.items)
 
     @property
     def held_bytes(self) -> int:

@@ -16,6 +16,9 @@ class Extents:
 
     Args:
         size: bytes; rounded down to the alignment.
+
+    Attributes:
+        taken_bytes: in use, alignment included.
     """
 
     def __init__(self, size: int) -> None:
@@ -23,11 +26,7 @@ class Extents:
         # Sorted, disjoint, never adjacent: [begin, end).
         self._free: list[tuple[int, int]] = [(0, self.size)] if self.size else []
         self._taken: dict[int, int] = {}
-
-    @property
-    def taken_bytes(self) -> int:
-        """Bytes in use, alignment included."""
-        return sum(self._taken.values())
+        self.taken_bytes = 0
 
     @property
     def free_ranges(self) -> list[tuple[int, int]]:
@@ -55,6 +54,7 @@ class Extents:
             left = (begin, offset), (offset + wanted, end)
             self._free[index : index + 1] = [rest for rest in left if rest[0] < rest[1]]
             self._taken[offset] = wanted
+            self.taken_bytes += wanted
             return offset
         return None
 
@@ -66,7 +66,9 @@ class Extents:
         """
         if offset not in self._taken:
             raise AssertionError(f"nothing was taken at {offset}")
-        begin, end = offset, offset + self._taken.pop(offset)
+        nbytes = self._taken.pop(offset)
+        self.taken_bytes -= nbytes
+        begin, end = offset, offset + nbytes
         index = bisect.bisect(self._free, (begin, end))
         if index < len(self._free) and self._free[index][0] == end:
             end = self._free.pop(index)[1]

@@ -14,7 +14,7 @@ retries (the dispatcher's).
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from sglang_epd.errors import DeadlineError, EpdError, ProtocolError, RequestCancelledError
 from sglang_epd.tally import Tally
@@ -87,7 +87,7 @@ class Ledger:
         wait on.
         """
         entries = self._entries
-        self._partly = {t: one for t, one in self._partly.items() if one.waiting and one.places}
+        self._partly = {t: one for t, one in self._partly.items() if one.waiting and one.holds}
         partly = deque(sorted(self._partly, key=self.age))
         asked: set[str] = set()
         while True:
@@ -226,7 +226,7 @@ class Ledger:
         block = self._room(entry, message)
         if block is None:
             entry.waiting.add(message.item)
-            if entry.places:
+            if entry.holds:
                 self._partly[message.ticket] = entry
             return wire.Wait(message.ticket, message.item)
         self._stop_waiting(entry, message.item)
@@ -234,12 +234,13 @@ class Ledger:
             self._revoke(item, now)
         item.move(_S.GRANTED)
         item.block = block
+        entry.granted.add(message.item)
         self._stirred.add((message.ticket, message.item))
         if entry.waiting:
             self._partly[message.ticket] = entry
         block.peer, block.landing = peer, landing
         block.until = min(now + self._grant_ttl_s, entry.deadline)
-        if not entry.open_items:
+        if not entry.is_open(message.item):
             self._turns += 1
         self._tally.add("grants")
         return block
@@ -266,7 +267,7 @@ class Ledger:
         entry = self._entries[message.ticket]
         for claimant, claim in entry.claims.items():
             if claim.early:
-                self._tell_arrived(entry, claimant, claim)
+                self._tell_arrived(entry, claimant, claim, (message.item,))
 
     def fill(self, message: wire.Payload, now: float) -> bool:
         """Note that all of a payload is in its block.
@@ -293,7 +294,7 @@ class Ledger:
         if entry.kept:
             entry.kept = False
             self._notify(entry.watcher, wire.Needed(message.ticket, begun=True))
-        self._settle(message.ticket, now)
+        self._settle(message.ticket, now, (message.item,))
         return True
 
     def withdraw(self, message: wire.Payload | wire.Withdraw) -> bool:
@@ -431,6 +432,8 @@ class Ledger:
         return wire.DECLINE_TOO_LARGE if self._too_large(entry, message) else None
 
     def _too_large(self, entry: RequestEntry, message: wire.Offer) -> bool:
+        if aligned(message.nbytes) + self.reservations.held_bytes <= self.reservations.extents.size:
+            return False
         before = entry.items[message.item].block
         others = entry.held_bytes - (aligned(before.nbytes) if before else 0)
         return others + aligned(message.nbytes) > self.reservations.extents.size
@@ -451,10 +454,12 @@ class Ledger:
 
     def _ask_prefix(self, ticket: str, entry: RequestEntry, now: float) -> None:
         """Have the claimant look into its prefix cache, if it has yet to and can."""
+        asker = next((name for name, claim in entry.claims.items() if claim.prefix), None)
+        if entry.plan is not Plan.GATHERING or asker is None:
+            return
         laid = [self._laid(item) for item in entry.items]
         known = tuple(one for one in laid if one is not None)
-        asker = next((name for name, claim in entry.claims.items() if claim.prefix), None)
-        if entry.plan is not Plan.GATHERING or asker is None or len(known) < len(laid):
+        if len(known) < len(laid):
             return
         del entry.claims[asker]
         entry.go(Plan.ASKING, now + _PREFIX_S)
@@ -482,15 +487,14 @@ class Ledger:
         """
         if not self._has_turn(entry):
             return None
-        still_open = entry.open_items - (entry.items[message.item].block is None)
-        if not still_open:
+        if not entry.is_open(message.item):
             return self.reservations.grant(message)
         half = self.reservations.extents.size // 2 // ALIGNMENT * ALIGNMENT
         upper = half, self.reservations.extents.size
         block = self.reservations.grant(message, high=True, within=upper)
         if block is not None:
             return block
-        others = (other for other in self._entries.values() if other.open_items)
+        others = (other for other in self._entries.values() if other.is_open())
         if entry is not next((other for other in others if other.begins_below(half)), entry):
             return None
         item = entry.items[message.item]
@@ -524,7 +528,7 @@ class Ledger:
     def _has_turn(self, entry: RequestEntry) -> bool:
         """Whether it may take memory before those that wait for some."""
         oldest = next((other for other in self._entries.values() if other.waiting), entry)
-        return entry.age <= oldest.age or bool(entry.places)
+        return entry.age <= oldest.age or entry.holds
 
     def _take_back(self, item: Item, peer: bytes, now: float) -> None:
         """An item's grant, if that encoder has it."""
@@ -616,13 +620,18 @@ class Ledger:
         code, text = (error.code, error.message) if error else ("", "")
         self._messages.append((peer, wire.Settled(claim, items, code, text)))
 
-    def _settle(self, ticket: str, now: float) -> None:
-        """Tell the outcome, if there is one, to its claimants."""
+    def _settle(self, ticket: str, now: float, landed: Sequence[int] | None = None) -> None:
+        """Tell the outcome, if there is one, to its claimants.
+
+        Args:
+            landed: the items of which there is news; None is all of them.
+        """
         entry = self._entries[ticket]
+        news = range(len(entry.items)) if landed is None else landed
         for claimant, claim in list(entry.claims.items()):
             if entry.error is None and not entry.satisfies(claim):
                 if claim.early:
-                    self._tell_arrived(entry, claimant, claim)
+                    self._tell_arrived(entry, claimant, claim, news)
                 continue
             items = () if entry.error else self._hand(entry, claim)
             self._answer(claimant, items, entry.error)
@@ -663,16 +672,15 @@ class Ledger:
         nbytes = block.nbytes if item.here else block.begun
         return wire.Landed(key, layout, nbytes, block.slot, block.offset)
 
-    def _tell_arrived(self, entry: RequestEntry, claimant: Claimant, claim: wire.Claim) -> None:
+    def _tell_arrived(
+        self, entry: RequestEntry, claimant: Claimant, claim: wire.Claim, news: Sequence[int]
+    ) -> None:
         """Tell a claimant of items and rows that have landed since it was last told."""
         peer, name = claimant
-        awaited = {
-            item.block.peer
-            for number, item in enumerate(entry.items)
-            if item.state is _S.GRANTED and item.block is not None and number not in claim.covered
-        }
-        for number, item in enumerate(entry.items):
-            if number in claim.covered or not (item.here or item.begun):
+        covered = frozenset(claim.covered)
+        for number in news:
+            item = entry.items[number]
+            if number in covered or not (item.here or item.begun):
                 continue
             block = item.block or self.reservations.find(item.key)
             assert block is not None
@@ -680,7 +688,9 @@ class Ledger:
             rows = tokens if item.here else tokens * block.begun // block.nbytes
             if entry.told.get(number) != rows:
                 entry.told[number] = rows
-                elsewhere = item.block is not None and bool(awaited - {item.block.peer})
+                elsewhere = item.block is not None and entry.awaits_elsewhere(
+                    item.block.peer, covered
+                )
                 arrived = wire.Arrived(name, number, rows, rows == tokens, elsewhere)
                 self._messages.append((peer, arrived))
 

@@ -28,7 +28,13 @@ import zmq
 import zmq.asyncio
 from zmq.utils.monitor import recv_monitor_message
 
-from sglang_epd.errors import DeadlineError, EncodeError, ProtocolError, UnavailableError
+from sglang_epd.errors import (
+    DeadlineError,
+    EncodeError,
+    ProtocolError,
+    UnavailableError,
+    UnreachableError,
+)
 from sglang_epd.transfer import host
 from sglang_epd.transfer.delivery import Granted, GrantLostError, Offered
 from sglang_epd.transfer.gate import dial
@@ -45,8 +51,12 @@ _UNUSED_S = 300.0
 # Until a silent connection is taken for broken, and between attempts to connect anew.
 _DEAD_S = 20.0
 _RECONNECT_MS = 100, 2_000
+# Until a port that cannot be connected to fails its offers: a frozen server's can be.
+_REACH_S = 5.0
 _REFUSED = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
-_EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | _REFUSED
+_EVENTS = zmq.EVENT_CONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | _REFUSED
+# After a write of a transfer engine has failed, payloads go to that server without it for so long.
+_WITHOUT_ENGINE_S = 60.0
 # Map the places of payloads in this machine's arenas while those are being made, then copy; a
 # batch's items are there at once.
 _SHARING_THREADS = 4
@@ -69,6 +79,10 @@ class _Peer:
     """A language server; its socket is replaced when its connection breaks."""
 
     endpoint: str
+    # The same without its secret.
+    place: str = field(init=False)
+    # Why nothing is offered there, until a connection is made.
+    out_of_reach: UnreachableError | None = None
     # A connection is taken over by this name, which only the server hears. A name of ROUTER's
     # own making begins with a zero.
     name: bytes = field(default_factory=lambda: b"e" + secrets.token_bytes(16))
@@ -78,6 +92,8 @@ class _Peer:
     used: float = field(default_factory=time.monotonic)
     # Whether this process can write into its memory, as far as is known.
     shares: bool = True
+    # From when on a transfer engine is offered again, after a write of it has failed.
+    engine_from: float = 0.0
     # An item has one offer, then one payload, open at a time.
     offers: dict[tuple[str, int], tuple[wire.Offer, Offered]] = field(default_factory=dict)
     acks: dict[_Name, asyncio.Future[wire.Ack]] = field(default_factory=dict)
@@ -97,6 +113,7 @@ class Sender:
         remote: writes through a transfer engine, where receivers have one.
         share_memory: whether to write into the memory of this machine's receivers.
         dead_s: after so long without a sign of life a connection is taken for broken.
+        reach_s: after so long without a connection offers fail.
     """
 
     def __init__(
@@ -105,12 +122,14 @@ class Sender:
         *,
         share_memory: bool = True,
         dead_s: float = _DEAD_S,
+        reach_s: float = _REACH_S,
     ) -> None:
         self._context = zmq.asyncio.Context()
         self._peers: dict[str, _Peer] = {}
         self._closed = False
         self._remote = remote
         self._dead_ms = int(dead_s * 1e3)
+        self._reach_s = reach_s
         self._process = host.this_process() if share_memory else ""
         self._shared = SharedWriter()
         self._sharing = ThreadPoolExecutor(_SHARING_THREADS, "epd-share")
@@ -129,8 +148,11 @@ class Sender:
         Raises:
             ProtocolError: the endpoint is not one of ours.
             UnavailableError: the endpoint cannot be dialled, or the item is being offered.
+            UnreachableError: it cannot be connected to.
         """
         peer = self._peer(endpoint)
+        if peer.out_of_reach is not None:
+            raise UnreachableError(peer.out_of_reach.message)
         name = offer.ticket, offer.item
         if name in peer.offers:
             # Of an earlier try at this encoder, which has yet to hear that it was given up.
@@ -325,6 +347,11 @@ class Sender:
     def _leave(self, writing: asyncio.Future[None], peer: _Peer, grant: wire.Grant) -> None:
         """A thread has ended with a write that nothing waits for any more."""
         error = None if writing.cancelled() else writing.exception()
+        if isinstance(error, UnavailableError):
+            peer.engine_from = time.monotonic() + _WITHOUT_ENGINE_S
+            # Not the error, whose trace holds the payload.
+            told = peer.place, error.message
+            logger.warning("Embeddings go to %s another way for a while: %s", *told)
         unwritten = isinstance(error, OSError | ProtocolError)  # there was no way to the memory
         ended = isinstance(error, UnavailableError) and error.ended is None
         if error is None or unwritten or ended:
@@ -342,7 +369,8 @@ class Sender:
     def _ask(self, peer: _Peer, offer: wire.Offer) -> None:
         """Make an offer; if it is lost with the connection it is made again."""
         process = self._process if peer.shares else ""
-        engine = self._remote.engine_name if self._remote else ""
+        remote = self._remote if time.monotonic() >= peer.engine_from else None
+        engine = remote.engine_name if remote else ""
         self._post(peer, msgspec.structs.replace(offer, process=process, engine=engine))
 
     def _post(self, peer: _Peer, message: wire.Message) -> None:
@@ -394,10 +422,11 @@ class Sender:
         socket.setsockopt(zmq.HEARTBEAT_TTL, self._dead_ms)
         socket.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS[0])
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, _RECONNECT_MS[1])
+        socket.setsockopt(zmq.CONNECT_TIMEOUT, int(self._reach_s * 1e3))
         peer.socket = socket
         try:
             peer.events = socket.get_monitor_socket(_EVENTS)
-            dial(socket, peer.endpoint)
+            peer.place = dial(socket, peer.endpoint)
         except zmq.ZMQError as error:
             self._hang_up(peer)
             raise UnavailableError(f"cannot dial the reply endpoint: {error}") from None
@@ -443,14 +472,32 @@ class Sender:
 
     async def _broken(self, peer: _Peer) -> bool:
         """Wait until a connection that stood breaks; whether it was refused instead."""
-        stood = False
+        connected = stood = False
         while True:
-            event = (await recv_monitor_message(peer.events))["event"]
+            try:
+                async with asyncio.timeout(None if connected else self._reach_s):
+                    event = (await recv_monitor_message(peer.events))["event"]
+            except TimeoutError:
+                self._out_of_reach(peer)
+                continue
             if event & _REFUSED:
                 return True
             if event == zmq.EVENT_DISCONNECTED and stood:
                 return False
+            connected = event != zmq.EVENT_DISCONNECTED
+            if connected:
+                peer.out_of_reach = None
             stood = stood or event == zmq.EVENT_HANDSHAKE_SUCCEEDED
+
+    def _out_of_reach(self, peer: _Peer) -> None:
+        """Its offers fail now, and new ones at once; libzmq goes on dialling."""
+        error = UnreachableError(
+            f"cannot connect to the payload port of a language server, at {peer.place}"
+        )
+        if peer.out_of_reach is None:
+            logger.warning("In %g s: %s", self._reach_s, error)
+        peer.out_of_reach = error
+        self._fail(peer, error)
 
     async def _read(self, peer: _Peer) -> None:
         while True:

@@ -8,6 +8,7 @@ from families.conftest import FRAME, PAD, Processor
 from media.samples import encoded
 from packages import sglang_module
 from sglang_epd.decoding import Decoders
+from sglang_epd.device import DEVICE_ERRORS
 from sglang_epd.encoder.model.adapted import AdaptedPreparer
 from sglang_epd.errors import MediaError, MediaTooLargeError, MediaTypeError
 from sglang_epd.families import Family
@@ -180,6 +181,19 @@ def test_a_decoder_that_fails_halfway_is_the_files_fault(watching, processor, fi
     preparer = watching()
     processor.process_mm_data_async = fail
     with pytest.raises(MediaError, match="damaged or truncated"):
+        preparer.prepare("VIDEO", film)
+
+
+@pytest.mark.parametrize("kind", DEVICE_ERRORS)
+def test_a_device_that_fails_is_not_the_files_fault(watching, processor, film, kind):
+    """Out of memory, say: another encoder may have room."""
+
+    async def fail(**_arguments):
+        raise kind("CUDA error")
+
+    preparer = watching()
+    processor.process_mm_data_async = fail
+    with pytest.raises(kind, match="CUDA error"):
         preparer.prepare("VIDEO", film)
 
 

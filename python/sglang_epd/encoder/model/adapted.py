@@ -14,11 +14,12 @@ import msgspec
 import torch
 
 from sglang_epd.decoding import Decoding
+from sglang_epd.device import DEVICE_ERRORS
 from sglang_epd.encoder.tower import Prepared
 from sglang_epd.errors import EpdError, MediaError, MediaTypeError
 from sglang_epd.families.adapter import Adapter
 from sglang_epd.families.expansion import EXPANSION
-from sglang_epd.families.films import apart, on_device
+from sglang_epd.families.films import apart
 from sglang_epd.modality import IMAGE, VIDEO
 from sglang_epd.wire.messages import Layout, TensorSpec
 
@@ -87,8 +88,10 @@ class AdaptedPreparer:
     ) -> Prepared:
         film = decoding.video(data)
         try:
-            with on_device(film, data, self._adapter.processor) or apart(film) as video:
+            with apart(film) as video:
                 return self.preprocess(VIDEO, self._adapter.family.asked(video, options))
+        except DEVICE_ERRORS:
+            raise
         except (RuntimeError, IndexError) as error:
             logger.warning("SGLang cannot decode this video: %s", error)
             raise MediaError("the video is damaged or truncated") from error

@@ -25,7 +25,7 @@ import torch
 
 from sglang_epd.decoding import Decoding, Film
 from sglang_epd.decoding.messages import Cut
-from sglang_epd.device import Device
+from sglang_epd.device import DEVICE_ERRORS, Device
 from sglang_epd.encoder.model.gpu_pixels import GpuPixels
 from sglang_epd.encoder.model.patches import Patches, proven
 from sglang_epd.encoder.tower import Prepared
@@ -194,6 +194,8 @@ class Preparer:
             raise
         except (TypeError, ValueError) as error:
             raise MediaError(f"cannot be preprocessed: {error}") from error
+        except DEVICE_ERRORS:
+            raise
         except (self._refused_by_sglang, RuntimeError, IndexError) as error:
             if modality == IMAGE:
                 raise

@@ -21,7 +21,7 @@ import traceback
 from collections.abc import Coroutine
 from typing import Any, NoReturn
 
-from sglang_epd.encoder.memory import keep_for_good
+from sglang_epd.encoder.memory import give_back_in_time, keep_for_good
 from sglang_epd.encoder.tower import Prepared, TowerBrokenError
 from sglang_epd.encoder.workers.channel import (
     TO_WORKER,
@@ -61,6 +61,8 @@ class Worker:
         self._items: dict[int, Prepared] = {}
         self._preparing: dict[int, asyncio.Task[None]] = {}
         self._running: set[asyncio.Task[None]] = set()
+        # Items that embeddings were made of.
+        self.finished = 0
         self._over = asyncio.get_running_loop().create_future()
         self._channel = Channel(end, TO_WORKER, self._received, self._over.set_result)
 
@@ -129,6 +131,7 @@ class Worker:
         else:
             for item in message.items:
                 self._items.pop(item, None)
+            self.finished += len(message.items)
             self._channel.send(Done(message.call))
 
 
@@ -183,7 +186,12 @@ async def _serve(end: socket.socket) -> None:
     keep_for_good()
     modalities = list(engine.modalities)
     ready = Ready(engine.preparers, engine.depth, engine.dtype, modalities, engine.weights_bytes)
-    await Worker(end, engine, start.rank).serve(ready)
+    worker = Worker(end, engine, start.rank)
+    # An accelerator takes a second batch while one runs.
+    memory = give_back_in_time(lambda: worker.finished, on_cpu=engine.depth == 1)
+    tidying = asyncio.create_task(memory, name="give memory back")
+    await worker.serve(ready)
+    tidying.cancel()
     _exit(0)
 
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import sys
 from dataclasses import dataclass, field
 
 import pytest
@@ -967,6 +968,39 @@ def test_a_request_does_not_wait_for_its_own_last_item(books):
         assert books.ledger.withdraw(wire.Withdraw(*block.name))
     others_fill_the_upper_half(books)
     assert [books.grant("t", item).offset // PAGE for item in range(2)] == [1, 2]
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_an_item_costs_the_same_whatever_its_requests_size(early):
+    """Thousands of pictures in one request would keep a scheduler's process for a minute."""
+
+    def calls(count: int) -> int:
+        """Calls of functions until all items are there."""
+        books = Books(pages=3 * count, slots=count)
+        expect = books.expect(letters="?" * count)
+        claim = wire.Claim("c", expect, 0, 1, prefix=True, early=early)
+        books.ledger.claim(SCHEDULER, claim, 0.0)
+        made = 0
+
+        def count_call(_frame, event, _of):
+            nonlocal made
+            made += event == "call"
+
+        sys.setprofile(count_call)
+        try:
+            blocks = []
+            for item in range(count):
+                blocks.append(books.grant("t", item, peer=bytes([item % 8])))
+                if item >= 8:
+                    books.fill(blocks[item - 8])
+            for block in blocks[-8:]:
+                books.fill(block)
+        finally:
+            sys.setprofile(None)
+        assert isinstance(books.outcomes()[-1], wire.Settled)
+        return made
+
+    assert calls(400) < 6 * calls(100)
 
 
 @pytest.mark.parametrize(("consumers", "granted"), [(1, True), (2, False)])

@@ -970,6 +970,20 @@ def test_a_request_does_not_wait_for_its_own_last_item(books):
     assert [books.grant("t", item).offset // PAGE for item in range(2)] == [1, 2]
 
 
+def test_an_item_takes_no_memory_that_its_own_request_relies_on():
+    """While there is some that nothing relies on, used later."""
+    books = Books(pages=4, kept_pages=4)
+    for letter in "abcd":
+        if letter == "d":
+            books.expect("t", letters="c?")
+        books.claim(books.expect(letter))
+        books.deliver(letter, letter=letter)
+        books.drop(*books.settled()[0])
+    assert books.kept == "abcd"
+    books.grant("t", 1, letter="e")
+    assert books.kept == "abc"
+
+
 @pytest.mark.parametrize("early", [False, True])
 def test_an_item_costs_the_same_whatever_its_requests_size(early):
     """Thousands of pictures in one request would keep a scheduler's process for a minute."""

@@ -330,8 +330,10 @@ class Pool:
         """Why all encoders are unusable, if waiting will not change it."""
         with self._lock:
             misfits = [one.misfit for one in self._encoders.values()]
-        first = misfits[0] if misfits and all(misfits) else None
-        return from_code(first.code, first.message) if first else None
+        lasting = [one for one in misfits if one and not isinstance(one, UnreachableError)]
+        if not misfits or len(lasting) < len(misfits):
+            return None
+        return from_code(lasting[0].code, lasting[0].message)
 
     # Work for them
 
@@ -373,10 +375,10 @@ class Pool:
         return encoder.misfit if lasting and self._clock() < encoder.refused_until else None
 
     def _refused(self, encoder: _Encoder, error: EpdError) -> None:
-        # Without its trace.
-        encoder.misfit = from_code(error.code, error.message)
-        encoder.refused_until = self._clock() + _REFUSED_S
-        if encoder.state in _USABLE:
+        if encoder.state in (*_USABLE, _S.MISFIT):
+            # Without its trace.
+            encoder.misfit = from_code(error.code, error.message)
+            encoder.refused_until = self._clock() + _REFUSED_S
             self._move(encoder, _S.MISFIT, error.message)
         self.look(encoder.url)
 

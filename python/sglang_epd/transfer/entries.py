@@ -116,8 +116,9 @@ class RequestEntry:
     over: wire.Needed | None = None
     # The item that a claim missed last: most land in their order.
     _missed: int = 0
-    # Items that have been granted, and may be so no more.
+    # Items that have been granted, and that rely on a kept embedding; they may be so no more.
     granted: set[int] = field(default_factory=set)
+    cached: set[int] = field(default_factory=set)
 
     def go(self, plan: Plan, patient_until: float = 0.0) -> None:
         if plan not in PLANS[self.plan]:
@@ -142,12 +143,16 @@ class RequestEntry:
         others = itertools.chain(self.items[but + 1 :], self.items[: max(0, but)])
         return any(item.block is None and (every or item.wanted) for item in others)
 
-    def awaits_elsewhere(self, peer: bytes | None, covered: frozenset[int]) -> bool:
-        """Whether an item is on its way from another encoder than this one."""
-        items = self.items
-        self.granted = {number for number in self.granted if items[number].state is _S.GRANTED}
-        blocks = [items[number].block for number in self.granted - covered]
-        return any(block is not None and block.peer != peer for block in blocks)
+    def senders(self, covered: frozenset[int]) -> set[bytes | None]:
+        """The encoders from which items are on their way, but for those that are covered."""
+        self.granted = {one for one in self.granted if self.items[one].state is _S.GRANTED}
+        blocks = [self.items[number].block for number in self.granted - covered]
+        return {block.peer for block in blocks if block is not None}
+
+    def keys_relied_on(self) -> list[bytes]:
+        """Of its items whose embeddings are kept."""
+        self.cached = {one for one in self.cached if self.items[one].state is _S.CACHED}
+        return [self.items[number].key for number in self.cached]
 
     @property
     def holds(self) -> bool:

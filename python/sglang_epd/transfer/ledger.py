@@ -487,6 +487,8 @@ class Ledger:
         """
         if not self._has_turn(entry):
             return None
+        for key in entry.keys_relied_on():
+            self.reservations.find(key)  # the last to go for this item's sake
         if not entry.is_open(message.item):
             return self.reservations.grant(message)
         half = self.reservations.extents.size // 2 // ALIGNMENT * ALIGNMENT
@@ -573,6 +575,7 @@ class Ledger:
         item.move(_S.CACHED)
         self._stirred.add((ticket, number))
         item.asked = True
+        self._entries[ticket].cached.add(number)
         self._relying.setdefault(item.key, set()).add((ticket, number))
 
     def _stop_relying(self, ticket: str, number: int, key: bytes) -> None:
@@ -678,6 +681,7 @@ class Ledger:
         """Tell a claimant of items and rows that have landed since it was last told."""
         peer, name = claimant
         covered = frozenset(claim.covered)
+        senders: set[bytes | None] | None = None
         for number in news:
             item = entry.items[number]
             if number in covered or not (item.here or item.begun):
@@ -688,9 +692,8 @@ class Ledger:
             rows = tokens if item.here else tokens * block.begun // block.nbytes
             if entry.told.get(number) != rows:
                 entry.told[number] = rows
-                elsewhere = item.block is not None and entry.awaits_elsewhere(
-                    item.block.peer, covered
-                )
+                senders = entry.senders(covered) if senders is None else senders
+                elsewhere = item.block is not None and bool(senders - {item.block.peer})
                 arrived = wire.Arrived(name, number, rows, rows == tokens, elsewhere)
                 self._messages.append((peer, arrived))
 

@@ -57,6 +57,8 @@ _REFUSED = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
 _EVENTS = zmq.EVENT_CONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | _REFUSED
 # After a write of a transfer engine has failed, payloads go to that server without it for so long.
 _WITHOUT_ENGINE_S = 60.0
+# A write that has had so much has not failed for want of time.
+_LONG_S = 10.0
 # Map the places of payloads in this machine's arenas while those are being made, then copy; a
 # batch's items are there at once.
 _SHARING_THREADS = 4
@@ -212,7 +214,8 @@ class Sender:
             DeadlineError: no acknowledgement in time.
             EncodeError: the receiver dropped it, or it is not of the size that was offered:
                 nothing that the user did.
-            UnavailableError: the transfer engine could not write.
+            UnavailableError: the transfer engine could not write, or the language server cannot be
+                connected to any more.
         """
         grant = granted.message
         payload = _payload(granted, embedding)
@@ -267,23 +270,19 @@ class Sender:
             if self._remote is None:
                 self._withdraw(peer, grant)
                 raise EncodeError("a grant that this encoder did not offer to use")
-            write = _remote_write(
-                self._remote,
-                msgspec.structs.replace(landing, address=landing.address + granted.sent),
-                raw,
-                time.monotonic() + timeout_s,
-            )
+            there = msgspec.structs.replace(landing, address=landing.address + granted.sent)
+            write = _remote_write(self._remote, peer, there, raw, timeout_s)
             await self._in_thread(peer, grant, peer.writing, write)
             granted.way = "remote"
             return iter([told])
         if isinstance(landing, wire.Shared) and peer.shares and granted.way != "inline":
-            there = msgspec.structs.replace(landing, offset=landing.offset + granted.sent)
+            at = msgspec.structs.replace(landing, offset=landing.offset + granted.sent)
             try:
                 if len(raw) < _SMALL_BYTES:
-                    self._shared.write(there, raw)
+                    self._shared.write(at, raw)
                 else:
                     await self._in_thread(
-                        peer, grant, self._sharing, lambda: self._shared.write(there, raw)
+                        peer, grant, self._sharing, lambda: self._shared.write(at, raw)
                     )
             except (OSError, ProtocolError) as error:
                 peer.shares = False
@@ -347,11 +346,6 @@ class Sender:
     def _leave(self, writing: asyncio.Future[None], peer: _Peer, grant: wire.Grant) -> None:
         """A thread has ended with a write that nothing waits for any more."""
         error = None if writing.cancelled() else writing.exception()
-        if isinstance(error, UnavailableError):
-            peer.engine_from = time.monotonic() + _WITHOUT_ENGINE_S
-            # Not the error, whose trace holds the payload.
-            told = peer.place, error.message
-            logger.warning("Embeddings go to %s another way for a while: %s", *told)
         unwritten = isinstance(error, OSError | ProtocolError)  # there was no way to the memory
         ended = isinstance(error, UnavailableError) and error.ended is None
         if error is None or unwritten or ended:
@@ -422,7 +416,6 @@ class Sender:
         socket.setsockopt(zmq.HEARTBEAT_TTL, self._dead_ms)
         socket.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS[0])
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, _RECONNECT_MS[1])
-        socket.setsockopt(zmq.CONNECT_TIMEOUT, int(self._reach_s * 1e3))
         peer.socket = socket
         try:
             peer.events = socket.get_monitor_socket(_EVENTS)
@@ -457,7 +450,9 @@ class Sender:
                 self._fail(peer, error)
                 del self._peers[peer.endpoint]
                 return
-            logger.info("Dialling a language server again, with %d open offers", len(peer.offers))
+            if peer.out_of_reach is None:
+                text = "Dialling a language server again, with %d open offers"
+                logger.info(text, len(peer.offers))
             self._go_on(peer)
 
     def _go_on(self, peer: _Peer) -> None:
@@ -471,15 +466,21 @@ class Sender:
                 self._ask(peer, offer)
 
     async def _broken(self, peer: _Peer) -> bool:
-        """Wait until a connection that stood breaks; whether it was refused instead."""
+        """Wait until a connection that stood breaks, or none comes about; whether it was refused
+        instead."""
         connected = stood = False
         while True:
+            hearing = asyncio.ensure_future(recv_monitor_message(peer.events))
             try:
-                async with asyncio.timeout(None if connected else self._reach_s):
-                    event = (await recv_monitor_message(peer.events))["event"]
-            except TimeoutError:
+                await asyncio.wait([hearing], timeout=None if connected else self._reach_s)
+            finally:
+                if not hearing.done():
+                    hearing.cancel()
+            if hearing.cancelled() or not hearing.done():
                 self._out_of_reach(peer)
-                continue
+                # By a new socket: what this one has queued would come late.
+                return False
+            event = hearing.result()["event"]
             if event & _REFUSED:
                 return True
             if event == zmq.EVENT_DISCONNECTED and stood:
@@ -490,7 +491,7 @@ class Sender:
             stood = stood or event == zmq.EVENT_HANDSHAKE_SUCCEEDED
 
     def _out_of_reach(self, peer: _Peer) -> None:
-        """Its offers fail now, and new ones at once; libzmq goes on dialling."""
+        """Its offers fail now, and new ones at once."""
         error = UnreachableError(
             f"cannot connect to the payload port of a language server, at {peer.place}"
         )
@@ -559,15 +560,25 @@ class Sender:
 
 
 def _remote_write(
-    remote: RemoteWriter, place: wire.Remote, raw: np.ndarray, deadline: float
+    remote: RemoteWriter, peer: _Peer, place: wire.Remote, raw: np.ndarray, timeout_s: float
 ) -> Callable[[], None]:
-    """A write that ends at its deadline (`time.monotonic`), however long it waits for a thread."""
+    """A write that ends in time, however long it waits for a thread. One that fails, and not for
+    want of time, has the next ones go without the engine."""
+    deadline = time.monotonic() + timeout_s
 
     def write() -> None:
         left_s = deadline - time.monotonic()
         if left_s <= 0:
             raise UnavailableError("writes to this language server do not end")
-        remote.write(place, raw, left_s)
+        try:
+            remote.write(place, raw, left_s)
+        except UnavailableError as error:
+            if left_s > _LONG_S or time.monotonic() < deadline:
+                peer.engine_from = time.monotonic() + _WITHOUT_ENGINE_S
+                # Not the error, whose trace holds the payload.
+                told = peer.place, error.message
+                logger.warning("Embeddings go to %s another way for a while: %s", *told)
+            raise
 
     return write
 

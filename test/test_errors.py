@@ -47,6 +47,7 @@ def test_only_a_servers_fault_is_tried_elsewhere():
         "OverloadedError",
         "TokenError",
         "UnavailableError",
+        "UnreachableError",
     }
     assert all(kind.status >= 500 for kind in ALL if kind.retry_elsewhere)
 

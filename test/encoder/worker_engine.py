@@ -26,6 +26,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from sglang_epd.encoder import memory
 from sglang_epd.encoder.tower import Prepared, ProfileRequest, TowerBrokenError
 from sglang_epd.errors import EncodeError, MediaError, ProtocolError
 from sglang_epd.wire.messages import Layout, TensorSpec
@@ -115,7 +116,11 @@ class FakeEngine:
 
 
 def create(options: dict[str, Any]) -> FakeEngine:
-    """Options say what goes wrong at the start."""
+    """Options say what goes wrong at the start, and which file there is when memory was given
+    back."""
+    if "tidied" in options:
+        tidied = Path(options["tidied"])
+        memory._EVERY_S, memory.give_back = 0.01, lambda: tidied.touch() is None
     if "error" in options:
         raise ValueError(options["error"])
     if "later" in options:

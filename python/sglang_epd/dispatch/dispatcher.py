@@ -263,6 +263,12 @@ class Dispatcher:
             for item, failure in failures:
                 self._note_failure(run, url, item, failure)
             first = failures[0][1]
+            if isinstance(first, UnreachableError):
+                place = run.reply_to.endpoint.rpartition("@")[2]
+                complaint = UnreachableError(
+                    f"encoder {url} cannot connect to this server's payload port {place}"
+                )
+                self._pool.cannot_reach(url, complaint)
             span.fail(first.code, first.message)
             span.note(elsewhere=[item.item for item, _ in failures])
         # Of full encoders there is one line for each refusal, and no news in it.
@@ -390,12 +396,6 @@ class Dispatcher:
             EpdError: too many encoders failed at it, or ended while they had it.
         """
         self._tally.add("retries", error.code)
-        if isinstance(error, UnreachableError):
-            place = run.reply_to.endpoint.rpartition("@")[2]
-            complaint = UnreachableError(
-                f"encoder {url} cannot connect to this server's payload port {place}"
-            )
-            self._pool.cannot_reach(url, complaint)
         progress = run.progress[item.item]
         progress.refused |= isinstance(error, OverloadedError)
         if isinstance(error, EncodeError | NamespaceError):

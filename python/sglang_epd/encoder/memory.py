@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import gc
-import itertools
 from collections.abc import Callable
 from typing import NoReturn
 
@@ -77,14 +76,15 @@ async def give_back_in_time(finished: Callable[[], int], *, on_cpu: bool) -> NoR
         finished: how much this process has done so far.
     """
     tidy_at = before = finished()
-    for turn in itertools.count(1):
+    turn = 0
+    while True:
+        turn += 1
         await asyncio.sleep(_EVERY_S)
         now = finished()
         quiet, before = now == before, now
         if now != tidy_at and (on_cpu or quiet or turn % _TURNS_UNDER_LOAD == 0):
             tidy_at = now
             await asyncio.to_thread(give_back)
-    raise AssertionError("it does not end")
 
 
 def keep_for_good() -> None:

@@ -653,15 +653,16 @@ class Ledger:
         if claim.prefix:
             for item in entry.items:
                 self._see(item.key if item.block is None else item.block.offer.key)
+        covered = frozenset(claim.covered)
         cached = sum(
-            item.state is _S.CACHED and number not in claim.covered
+            item.state is _S.CACHED and number not in covered
             for number, item in enumerate(entry.items)
         )
-        ticket, covered = claim.expect.ticket, len(claim.covered)
         # The counts of the first claim are sent.
-        entry.over = entry.over or wire.Needed(ticket, over=True, covered=covered, cached=cached)
+        over = wire.Needed(claim.expect.ticket, over=True, covered=len(covered), cached=cached)
+        entry.over = entry.over or over
         return tuple(
-            None if number in claim.covered else self._landed(entry, claim, number)
+            None if number in covered else self._landed(entry, claim, number)
             for number in range(len(entry.items))
         )
 

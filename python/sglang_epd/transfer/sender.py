@@ -472,11 +472,11 @@ class Sender:
         while True:
             hearing = asyncio.ensure_future(recv_monitor_message(peer.events))
             try:
-                await asyncio.wait([hearing], timeout=None if connected else self._reach_s)
+                wait_s = None if connected else self._reach_s
+                heard, _ = await asyncio.wait([hearing], timeout=wait_s)
             finally:
-                if not hearing.done():
-                    hearing.cancel()
-            if hearing.cancelled() or not hearing.done():
+                hearing.cancel()  # unless it is done
+            if not heard:
                 self._out_of_reach(peer)
                 # By a new socket: what this one has queued would come late.
                 return False

@@ -8,6 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from packages import sglang_module
+from sglang_epd.device import DEVICE_ERRORS
 from sglang_epd.encoder.model.engine import preparing_threads
 from sglang_epd.encoder.model.preparing import (
     Preparer,
@@ -125,3 +127,22 @@ def test_options_that_are_no_object_are_the_requests_error() -> None:
     asked = preparer._with({"fps": 2.0, "cache_salt": "mine", "video": "another"}, "VIDEO", "one")
     assert asked.content == {"video": "one", "fps": 2.0}
     assert preparer._with({"cache_salt": "mine"}, "VIDEO", "one").content == "one"
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (RuntimeError("Could not push packet to decoder: Invalid data"), MediaError),
+        *((kind("CUDA error"), kind) for kind in DEVICE_ERRORS),
+    ],
+)
+def test_a_device_that_fails_is_not_the_files_fault(error, told):
+    async def fail(*_arguments):
+        raise error
+
+    sglang_module("managers.schedule_batch")
+    preparer = Preparer.__new__(Preparer)
+    preparer._preprocessor = SimpleNamespace(process_mm_items=fail)
+    preparer._refused_by_sglang = KeyError
+    with pytest.raises(told, match=r"video is damaged or truncated|CUDA error"):
+        preparer.preprocess("VIDEO", None)

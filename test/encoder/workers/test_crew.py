@@ -127,6 +127,12 @@ async def test_a_worker_that_serves_keeps_what_it_has_out_of_collections(tower):
     assert prepared.layout.grid == [[1, 2, 4]]
 
 
+async def test_a_worker_gives_memory_back_when_it_has_made_something(make, tmp_path):
+    tower = await make(tidied=str(tmp_path / "tidied"))
+    await embed(tower, b"rows=1")
+    await until((tmp_path / "tidied").exists)
+
+
 async def test_many_at_once_come_back_to_those_who_asked(tower):
     async def ask(n: int) -> None:
         data = b"rows=%d" % (n % 7 + 1)

@@ -190,12 +190,10 @@ class Preparer:
             # A loop of this thread's own: SGLang decodes and resizes videos on the loop
             # that it is awaited on, and must not do so on the one that serves.
             result = asyncio.run(work)
-        except EpdError:
+        except (EpdError, *DEVICE_ERRORS):
             raise
         except (TypeError, ValueError) as error:
             raise MediaError(f"cannot be preprocessed: {error}") from error
-        except DEVICE_ERRORS:
-            raise
         except (self._refused_by_sglang, RuntimeError, IndexError) as error:
             if modality == IMAGE:
                 raise

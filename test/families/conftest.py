@@ -13,11 +13,11 @@ import torch
 BOS, EOS, MARK, PAD, BREAK = "<s>", "</s>", "<img>", "<pad>", "<break>"
 FILM, FRAME, OPEN, SHUT = "<film>", "<frame>", "<open>", "<shut>"
 _SPECIAL = (BOS, EOS, MARK, PAD, BREAK, FILM, FRAME, OPEN, SHUT)
-_TOKEN = re.compile("|".join(map(re.escape, _SPECIAL)) + r"|\n+|[^\n<]|<")
+_TOKEN = re.compile("|".join(map(re.escape, _SPECIAL)) + r"|\n+|th|[^\n<]|<")
 
 
 class Tokenizer:
-    """One token a character, one a run of newlines, and the special ones; BOS in front."""
+    """One token a character, "th", or run of newlines, and the special ones; BOS in front."""
 
     bos_token, eos_token = BOS, EOS
 

@@ -15,11 +15,15 @@ import io
 import json
 import math
 import os
+import re
 import sys
+import tempfile
 import traceback
 from array import array
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import chain
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -30,7 +34,6 @@ from tokenizers.processors import TemplateProcessing
 import clips
 import photographs
 from checkpoints.families import FAMILIES
-from checkpoints.family import Family
 from checkpoints.tokenizer import END_OF_TEXT
 from make_checkpoint import ensure
 
@@ -62,6 +65,10 @@ CASES = {
     "all three": ("{v}{i} then {a}What?", ["photo", "slow", "low"]),
     "sound in a video": ("{v}What?", ["heard"]),
 }
+# Prompts of token ids: as no tokenizer makes them, one of each letter.
+SPELT_CASES = {"images in spelt text": ("{i}What{i}then?", ["photo", "strip"])}
+# As SGLang's own chat template of InternVL writes images.
+TEMPLATE_CASES = {"an image by its placeholder": ("{c}\nWhat?", ["photo"])}
 # With a tokenizer that puts a token before each text that it is given. No checkpoint of the
 # Qwen-VL models has one.
 BEGUN_CASES = {
@@ -90,6 +97,40 @@ _WIDTH = 4
 # Where SGLang looks at the machine while it resolves its flags.
 _FLAGS = {"glm5_next": ["--disable-radix-cache"]}
 _CAPABILITY = (9, 0)
+
+
+class Other(NamedTuple):
+    """Cases of a family that is not listed, or of a listed one that is served otherwise, or has
+    another `config.json`."""
+
+    family: str
+    cases: Sequence[str]
+    flags: Sequence[str] = ()
+    config: Callable[[dict[str, Any]], None] = lambda _config: None
+
+
+def _of_internlm2(config: dict[str, Any]) -> None:
+    config["llm_config"]["architectures"] = ["InternLM2ForCausalLM"]
+
+
+def _of_glm_ocr(config: dict[str, Any]) -> None:
+    config["architectures"] = ["GlmOcrForConditionalGeneration"]
+
+
+_SIZED = {"video": {"size": {"shortest_edge": 4096, "longest_edge": 60_000}, "max_frames": 8}}
+_OF_GLM4V = ["options of videos", "bounds of a video", "images that are not plain", *BEGUN_CASES]
+OTHERS = {
+    "glm4v": Other("glm4v", _OF_GLM4V),
+    "glm4v as GLM-OCR": Other("glm4v", ["images side by side"], config=_of_glm_ocr),
+    "gemma3": Other("gemma3", [*SPELT_CASES]),
+    "internvl_chat": Other("internvl_chat", [*TEMPLATE_CASES]),
+    "internvl_chat of InternLM2": Other(
+        "internvl_chat", [*TEMPLATE_CASES, "images in text"], config=_of_internlm2
+    ),
+    "qwen3_vl with sizes": Other(
+        "qwen3_vl", ["videos"], flags=("--mm-process-config", json.dumps(_SIZED))
+    ),
+}
 
 
 class Item(NamedTuple):
@@ -196,7 +237,15 @@ class Sides:
             towers = ("IMAGE", "VIDEO")
             self._preparer = AdaptedPreparer(self._lays_out, "float32", _WIDTH, towers)
 
-    def ours(self, prompt: str, items: Sequence[Item]) -> Made:
+    def spelt(self, text: str) -> list[int]:
+        """Token ids of a text, one or more of each letter."""
+        words = re.split(r"([A-Za-z]+(?![^<>]*>))", text)
+        pieces = chain.from_iterable(word if word.isalpha() else [word] for word in words)
+        one = getattr(self._one, "inner", self._one)
+        encode = partial(one._tokenizer.encode, add_special_tokens=False)
+        return [token for piece in pieces if piece for token in encode(piece)]
+
+    def ours(self, prompt: str | list[int], items: Sequence[Item]) -> Made:
         from sglang_epd.language.assembly import assemble
         from sglang_epd.transfer.arena import ReceivedItem
         from sglang_epd.wire.messages import Offer, decode_message, encode_message
@@ -223,7 +272,7 @@ class Sides:
             assert items[number].modality == item.modality.name
         return Made(output, features)
 
-    def in_tree(self, prompt: str, items: Sequence[Item]) -> Made:
+    def in_tree(self, prompt: str | list[int], items: Sequence[Item]) -> Made:
         """Each item a part of its own, as from several encoders."""
         from sglang.srt.disaggregation.encoder import preprocessor, receiver, server
 
@@ -260,7 +309,7 @@ class Sides:
         )
         return Made(output, features)
 
-    def one_server(self, prompt: str, items: Sequence[Item]) -> Made:
+    def one_server(self, prompt: str | list[int], items: Sequence[Item]) -> Made:
         request = request_of(items)
         processed = self._one.process_mm_data_async(
             image_data=request.image_data,
@@ -275,7 +324,7 @@ class Sides:
             features.setdefault(item.modality.name, []).extend(_features([item]))
         return Made(output, features)
 
-    def compare(self, prompt: str, items: Sequence[Item]) -> dict[str, Any]:
+    def compare(self, prompt: str | list[int], items: Sequence[Item]) -> dict[str, Any]:
         """The tokens that ours makes, or its error; and of the others their errors, or how
         ours differs."""
         ours = _tried(lambda: self.ours(prompt, items))
@@ -306,21 +355,22 @@ class Sides:
             )
             processor._tokenizer_auto_adds_specials = True
 
-    def _scheduled(self, prompt: str, items: Sequence[Item]) -> Any:
-        """The prompt of a chat as a scheduler lays it out."""
+    def _scheduled(self, prompt: str | list[int], items: Sequence[Item]) -> Any:
+        """The prompt of a chat, or token ids, as a scheduler lays it out."""
         from sglang_epd.seams.prompt import as_tokenized
 
         if self._reads_text:
             return self._written(prompt)
-        ids = self._one._tokenizer.encode(prompt)
+        ids = prompt if isinstance(prompt, list) else self._one._tokenizer.encode(prompt)
         tokenized = as_tokenized(self._lays_out, ids, [item.modality for item in items])
         return self._written(prompt) if tokenized is None else tokenized
 
-    def _written(self, prompt: str) -> Any:
+    def _written(self, prompt: str | list[int]) -> Any:
         from sglang.srt.disaggregation.encoder.receiver import _select_mm_processor_prompt
 
-        ids = self._one._tokenizer.encode(prompt)
-        request = SimpleNamespace(input_ids=ids, input_text=prompt)
+        given = isinstance(prompt, list)
+        ids = prompt if given else self._one._tokenizer.encode(prompt)
+        request = SimpleNamespace(input_ids=ids, input_text=None if given else prompt)
         return _select_mm_processor_prompt(request, self._one)
 
     def _differences(self, ours: Made | str, theirs: Made) -> list[str]:
@@ -443,14 +493,17 @@ def _encoder(server_args: Any, config: Any, model: Any) -> Any:
     return encoder
 
 
-def run(family: Family, folder: str, items: dict[str, Item]) -> None:
-    """Print the family's cases."""
+def run(name: str, folder: str, items: dict[str, Item]) -> None:
+    """Print the cases of a listed family, or of one of `OTHERS`."""
     from sglang.srt.arg_groups.overrides import model_config_of
     from sglang.srt.runtime_context import get_parallel, publish
     from sglang.srt.server_args import prepare_server_args
 
     torch.cuda.get_device_capability = lambda *_: _CAPABILITY
+    other = OTHERS.get(name)
+    family = FAMILIES[name if other is None else other.family]
     flags = [*family.flags.split(), *_FLAGS.get(family.name, ())]
+    flags += () if other is None else other.flags
     server_args = prepare_server_args(["--model-path", folder, *flags])
     server_args.resolve_once()
     publish(server_args, role="encoder")
@@ -458,20 +511,37 @@ def run(family: Family, folder: str, items: dict[str, Item]) -> None:
     sides = Sides(server_args, model_config_of(server_args))
     marks = {name.upper(): mark for name, mark in family.marks.items()}
     letters = {name[0].lower(): mark for name, mark in marks.items()}
-    follows = {
-        name: sides.follows(f"{marks[items[name].modality]}What?", items[name])
-        for name in OPTIONS
-        if items[name].modality in marks
-    }
-    print(json.dumps({"family": family.name, "case": "options", **follows}), flush=True)
-    cases = CASES | (OPTION_CASES if any(follows.values()) else {}) | BEGUN_CASES
+    letters |= {"b": END_OF_TEXT, "c": "<IMG_CONTEXT>"}
+    if other is not None:
+        every = CASES | SPELT_CASES | TEMPLATE_CASES | OPTION_CASES | BEGUN_CASES
+        cases = {case: every[case] for case in other.cases}
+    else:
+        follows = {
+            option: sides.follows(f"{marks[items[option].modality]}What?", items[option])
+            for option in OPTIONS
+            if items[option].modality in marks
+        }
+        print(json.dumps({"family": name, "case": "options", **follows}), flush=True)
+        cases = CASES | SPELT_CASES | (OPTION_CASES if any(follows.values()) else {}) | BEGUN_CASES
     for case, (text, names) in cases.items():
         if case == next(iter(BEGUN_CASES)):
             sides.begin_texts(END_OF_TEXT)
         chosen = [items[name] for name in names]
         if {item.modality for item in chosen} <= marks.keys():
-            found = sides.compare(text.format(b=END_OF_TEXT, **letters), chosen)
-            print(json.dumps({"family": family.name, "case": case, **found}), flush=True)
+            prompt = text.format(**letters)
+            found = sides.compare(sides.spelt(prompt) if case in SPELT_CASES else prompt, chosen)
+            print(json.dumps({"family": name, "case": case, **found}), flush=True)
+
+
+def _changed(folder: Path, scratch: Path, other: Other) -> Path:
+    """The checkpoint with its own `config.json`."""
+    for file in folder.iterdir():
+        (scratch / file.name).symlink_to(file)
+    config = json.loads((folder / "config.json").read_text())
+    other.config(config)
+    (scratch / "config.json").unlink()
+    (scratch / "config.json").write_text(json.dumps(config))
+    return scratch
 
 
 def main(names: Sequence[str]) -> None:
@@ -489,11 +559,13 @@ def main(names: Sequence[str]) -> None:
     ModelRegistry.get_supported_archs()
     items = media()
     for name in names:
-        folder = str(ensure(FAMILIES[name].specs[0].name))
+        other = OTHERS.get(name, Other(name, ()))
+        checkpoint = ensure(FAMILIES[other.family].specs[0].name)
         sys.stdout.flush()
         if (child := os.fork()) == 0:
             try:
-                run(FAMILIES[name], folder, items)
+                with tempfile.TemporaryDirectory() as scratch:
+                    run(name, str(_changed(checkpoint, Path(scratch), other)), items)
             except BaseException:
                 traceback.print_exc()
             finally:

@@ -1,12 +1,13 @@
 from __future__ import annotations
 
+import re
 import threading
 from types import SimpleNamespace
 
 import pytest
 from PIL import Image
 
-from families.conftest import BOS, BREAK, FILM, MARK, OPEN, PAD
+from families.conftest import BOS, BREAK, FILM, MARK, OPEN, PAD, Processor
 from sglang_epd.errors import ConfigError, MediaError, MediaTypeError
 from sglang_epd.families import IN_TREE, Family, family_of, proof
 from sglang_epd.families.expansion import Expansion, Part
@@ -129,6 +130,48 @@ def test_token_ids_are_taken_where_one_server_takes_them(processor, pictures):
     adapter = adapt(processor, ARCHITECTURE, Family())
     with pytest.raises(MediaError, match="as text only"):
         adapter.lay_out(ids, parts)
+
+
+class Bare(Processor):
+    """Its mark is its placeholder, and stands alone among token ids, if it keeps these."""
+
+    keeps = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mm_tokens.image_token, self.mm_tokens.image_token_regex = PAD, re.compile(PAD)
+
+    async def process_mm_data_async(self, *, input_text, **more):
+        ids = input_text
+        text = self._tokenizer.decode(ids) if isinstance(ids, list) else ids
+        output = await super().process_mm_data_async(input_text=text.replace(PAD, MARK), **more)
+        if not (self.keeps and isinstance(ids, list)) or more["request_obj"].video_data:
+            return output
+        rows, output.input_ids = iter(output.mm_items), []
+        for token in ids:
+            if token != self._tokenizer.id(PAD):
+                output.input_ids.append(token)
+                continue
+            item, first = next(rows), len(output.input_ids)
+            count = sum(last - first + 1 for first, last in item.offsets)
+            output.input_ids += [token] * count
+            item.offsets = [(first, first + count - 1)]
+        return output
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+def test_token_ids_are_kept_where_one_server_keeps_them(pictures, monkeypatch, keeps):
+    monkeypatch.setattr(Bare, "keeps", keeps)
+    processor = Bare()
+    adapter = adapt(processor, ARCHITECTURE, Family())
+    parts = [adapter.see(picture).part for picture in pictures]
+    spelt = [processor._tokenizer.id(token) for token in ("t", "h", PAD, "t", "h", PAD)]
+    laid = adapter.lay_out(spelt, parts)
+    theirs = adapter.process(spelt, {IMAGE: pictures})
+    assert laid.input_ids == theirs.input_ids
+    assert (processor._tokenizer.id("th") in laid.input_ids) is not keeps
+    assert laid.offsets == [item.offsets for item in theirs.mm_items]
+    assert adapter.takes_token_ids == {}
 
 
 def test_brackets_that_a_user_wrote_are_refused(processor, pictures):

@@ -139,6 +139,7 @@ def processor(sglang):
     cls = sglang("multimodal.processors.internvl").InternVLProcessor
     processor = object.__new__(cls)
     processor.video_token_id = 7
+    processor.llm_arch = "Qwen2ForCausalLM"
     processor.VIDEO_CONTEXT_TOKEN = "<|video_pad|>"
     processor.num_image_token = TILE
     processor.max_context_len = ROOM

@@ -22,6 +22,7 @@ import torch
 from sglang_epd.device import device_of
 from sglang_epd.errors import EncodeError, MediaError, MediaTypeError
 from sglang_epd.families.expansion import (
+    Expansion,
     LaidOut,
     Part,
     Seen,
@@ -57,6 +58,8 @@ class Adapter:
         self.positions_follow_grids = False
         # Whether SGLang's processor takes prompts that are token ids already, by modality.
         self.takes_token_ids: dict[str, bool] = {}
+        # Whether it leaves them as they are where all items are pictures, or makes text of them.
+        self.keeps_token_ids = False
         # Why a modality is refused, of those that are.
         self.refused: dict[str, str] = {}
 
@@ -137,8 +140,8 @@ class Adapter:
             text = prompt
         elif not all(self.takes_token_ids.get(part.modality, True) for part in parts):
             raise MediaError("this model takes prompts with media as text only")
-        elif self._spread_as_it_is(prompt, parts):
-            return spread(prompt, [part.expansion for part in parts])
+        elif self._keeps(prompt, parts):
+            return self.keep(prompt, parts)
         else:
             text = self.processor._tokenizer.decode(prompt)
         text = self.family.complete(self.processor, text, parts)
@@ -147,6 +150,11 @@ class Adapter:
         laid = spread(ids, [parts[number].expansion for number in order])
         offsets = [laid.offsets[order.index(number)] for number in range(len(parts))]
         return LaidOut(laid.input_ids, offsets)
+
+    def keep(self, prompt: list[int], parts: Sequence[Part]) -> LaidOut:
+        """Token ids that are left as they are, with the placeholders of pictures; `MediaError` as
+        of `spread`."""
+        return spread(prompt, [part.expansion for part in map(self._bare, parts)])
 
     def positions(self, input_ids: list[int], parts: Sequence[Part]) -> dict[str, Any]:
         """The rotary positions of a prompt, by their names in a processor's output.
@@ -209,6 +217,8 @@ class Adapter:
                 raise EncodeError("the encoder told of other expansions than embeddings")
             slices[modality.name] = iter(found.split(counts))
         laid = self.lay_out(prompt, parts)
+        if self._keeps(prompt, parts):
+            parts = [*map(self._bare, parts)]
         items = []
         for part, offsets, apart in zip(
             parts, laid.offsets, self._bracketed(laid.input_ids, parts), strict=True
@@ -263,15 +273,21 @@ class Adapter:
             for ids, part in zip(written, parts, strict=True)
         ]
 
-    def _spread_as_it_is(self, prompt: list[int], parts: Sequence[Part]) -> bool:
-        """SGLang's rule: token ids stay as they are where all items are pictures, and pictures
-        are placeholders alone."""
-        decode = self.processor._tokenizer.decode
-        expansions = [part.expansion for part in parts]
-        alone = all(len(one.runs) == 1 and one.text == decode([one.token]) for one in expansions)
-        pictures = all(part.modality == IMAGE for part in parts)
-        tokens = {one.token for one in expansions}
-        return pictures and alone and sum(map(prompt.count, tokens)) == len(expansions)
+    def _keeps(self, prompt: str | list[int], parts: Sequence[Part]) -> bool:
+        """Whether one server leaves a prompt's token ids as they are."""
+        tokens = {part.expansion.token for part in parts}
+        return (
+            self.keeps_token_ids
+            and not isinstance(prompt, str)
+            and all(part.modality == IMAGE for part in parts)
+            and sum(map(prompt.count, tokens)) == len(parts)
+        )
+
+    def _bare(self, part: Part) -> Part:
+        """A picture as it stands among token ids that are kept: placeholders alone."""
+        token, rows = part.expansion.token, part.expansion.rows
+        text = self.processor._tokenizer.decode([token])
+        return part._replace(expansion=Expansion(text, token, [rows]))
 
 
 def constants_of(output: Any) -> dict[str, Any]:

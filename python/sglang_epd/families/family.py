@@ -137,6 +137,7 @@ class Glm4v(Family):
     architectures: ClassVar[tuple[str, ...]] = (
         "Glm4vForConditionalGeneration",
         "Glm4vMoeForConditionalGeneration",
+        "GlmOcrForConditionalGeneration",
     )
 
     def followed(self, videos: int) -> frozenset[str]:
@@ -198,6 +199,8 @@ class InternVL(Family):
     there are twice as many marks as pictures. What it leaves of those that no picture fills is
     a name of its own in the prompt. It is left here too: one server's answers are the measure.
 
+    With InternLM2 the placeholder is the mark, and there are no videos.
+
     An encoder sees a video alone, and takes the number of frames that there is room for then
     (32, mostly). A request of which one server would show the model fewer is refused.
     """
@@ -215,6 +218,13 @@ class InternVL(Family):
         return super().marks(processor) | {IMAGE: re.compile("|".join(map(re.escape, names)))}
 
     def complete(self, processor: Any, prompt: str, parts: Sequence[Part]) -> str:
+        if processor.llm_arch == "InternLM2ForCausalLM":
+            mark = processor.IMG_CONTEXT
+            prompt = prompt.replace(processor.IMAGE_PLACEHOLDER_TOKEN, mark)
+            completed: str = processor._ensure_placeholders_before_assistant(
+                prompt, mark, len(parts)
+            )
+            return completed
         for modality, mark in (
             (IMAGE, processor.IMAGE_PLACEHOLDER_TOKEN),
             (VIDEO, processor.VIDEO_PLACEHOLDER_TOKEN),

@@ -30,7 +30,7 @@ from PIL import Image
 
 from sglang_epd.device import device_of
 from sglang_epd.device.cuda import available
-from sglang_epd.errors import ConfigError, EpdError
+from sglang_epd.errors import ConfigError, EpdError, MediaError
 from sglang_epd.families.adapter import Adapter, constants_of
 from sglang_epd.families.expansion import Seen
 from sglang_epd.families.family import Family
@@ -129,7 +129,7 @@ def _pictures(sizes: Sequence[tuple[int, int]]) -> list[Image.Image]:
 def _prove(
     adapter: Adapter, modality: str, prompts: Sequence[str], media: Media, seen: Seens
 ) -> None:
-    """Every prompt as text, and the first as token ids."""
+    """Every prompt as text, and the first as token ids, too, which may be refused alone."""
     names = {"i": IMAGE, "v": VIDEO}
     written = {
         f"{letter}{number}": adapter.family.written(adapter.processor, name)
@@ -149,14 +149,46 @@ def _prove(
         if prompt is not prompts[0]:
             continue
         ids = adapter.family.tokenize(adapter.processor, text)
+        if modality == IMAGE:
+            adapter.keeps_token_ids = _are_kept(adapter, ids, parts, given)
         try:
-            theirs = adapter.process(ids, given)
+            _compare(adapter, ids, parts, adapter.process(ids, given))
         except Exception as error:
-            # As one server does not take them either.
+            # As a rule one server does not take them either.
             logger.info("Prompts of token ids with %ss are refused: %s", modality.lower(), error)
             adapter.takes_token_ids[modality] = False
-        else:
-            _compare(adapter, ids, parts, theirs)
+
+
+def _otherwise(adapter: Adapter, ids: list[int]) -> list[int]:
+    """Token ids of the same text that the tokenizer does not make, with one word in two; the same
+    ids where it knows no other."""
+    tokenizer = adapter.processor._tokenizer
+    text = tokenizer.decode(ids)
+    for place, token in enumerate(ids):
+        word = tokenizer.decode([token])
+        for cut in range(1, len(word)) if word.strip().isalpha() else ():
+            halves = [word[:cut], word[cut:]]
+            made = [tokenizer(half, add_special_tokens=False)["input_ids"] for half in halves]
+            other = [*ids[:place], *made[0], *made[1], *ids[place + 1 :]]
+            if other != ids and tokenizer.decode(other) == text:
+                return other
+    return ids
+
+
+def _are_kept(adapter: Adapter, ids: list[int], seen: Sequence[Seen], given: Media) -> bool:
+    """Whether one server leaves token ids as they are, of which another tokenizer would have made
+    the text."""
+    others = _otherwise(adapter, ids)
+    try:
+        kept = adapter.keep(others, [one.part for one in seen])
+    except MediaError:  # a mark is no placeholder
+        return False
+    try:
+        theirs = adapter.process(others, given)
+    except Exception as error:
+        logger.info("SGLang's processor fails on token ids of another tokenizer: %s", error)
+        return False
+    return list(theirs.input_ids) == kept.input_ids
 
 
 def _compare(adapter: Adapter, prompt: str | list[int], seen: Sequence[Seen], theirs: Any) -> None:

@@ -197,10 +197,23 @@ def test_a_decoder_that_fails_halfway_is_the_files_fault_and_a_device_is_not(
 def test_what_cannot_be_decoded_or_preprocessed_is_the_users_fault(preparer, processor):
     with pytest.raises(MediaError):
         preparer.prepare("IMAGE", png(140, 84)[:40])
+    error: Exception
 
     async def refuse(**_arguments):
-        raise ValueError("absolute aspect ratio must be smaller than 200")
+        raise error
 
     processor.process_mm_data_async = refuse
-    with pytest.raises(MediaError, match="aspect ratio must be smaller than 200"):
+    error = ValueError("absolute aspect ratio must be smaller than 200")
+    with pytest.raises(MediaError, match=str(error)):
         preparer.prepare("IMAGE", png(140, 84))
+    for error in (
+        ZeroDivisionError("division by zero"),
+        RuntimeError("Input and output sizes should be greater than 0"),
+    ):
+        with pytest.raises(MediaError, match="too narrow"):
+            preparer.prepare("IMAGE", png(1, 84))
+        with pytest.raises(type(error)):
+            preparer.prepare("IMAGE", png(140, 84))
+    for error in [kind("CUDA error") for kind in DEVICE_ERRORS]:
+        with pytest.raises(type(error)):
+            preparer.prepare("IMAGE", png(140, 84))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 from types import SimpleNamespace
 
@@ -93,6 +94,7 @@ def test_clips_are_cut_to_what_the_tower_takes() -> None:
 
 def test_options_are_found_where_one_server_looks_for_them() -> None:
     """SGLang's encoder looks elsewhere, and has defaults of its own for videos."""
+    sglang_module("multimodal.processors.qwen_vl")
     encoder = preprocessor(None)
     encoder.vision_config = {"image": {}, "video": {"fps": 2.0, "max_frames": 768}, "audio": {}}
     options = {"image": {"max_pixels": 50176}, "video": {"fps": 1.0}, "vision_config": {}}
@@ -104,6 +106,20 @@ def test_options_are_found_where_one_server_looks_for_them() -> None:
     }
     follow_one_server(encoder, "qwen2_5_vl", {"video": {"nframes": 16}})
     assert encoder.vision_config["video"] == {"max_frames": 768, "nframes": 16}, "both are refused"
+
+
+def test_options_of_videos_that_do_not_choose_frames_reach_the_processor() -> None:
+    sglang_module("multimodal.processors.qwen_vl")
+    encoder = preprocessor(None)
+    encoder.vision_config = {"image": {}, "video": {"fps": 2.0}, "audio": {}}
+
+    async def read(items: object) -> tuple[object, dict[str, object]]:
+        return items, {"do_sample_frames": False}
+
+    encoder._flatten_and_load_videos = read
+    follow_one_server(encoder, "qwen3_vl", {"video": {"fps": 1.0, "size": {"longest_edge": 1}}})
+    told = asyncio.run(encoder._flatten_and_load_videos("videos"))
+    assert told == ("videos", {"size": {"longest_edge": 1}, "do_sample_frames": False})
 
 
 def test_time_passes_as_fast_as_the_processors_default_says() -> None:

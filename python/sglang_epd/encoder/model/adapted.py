@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 import torch
+from PIL import Image
 
 from sglang_epd.decoding import Decoding
 from sglang_epd.device import DEVICE_ERRORS
@@ -27,6 +28,8 @@ logger = logging.getLogger(__name__)
 
 # What a unit of cost is, where a family does not say how it cuts pictures: 14x14 pixels.
 _VALUES_IN_A_PATCH = 3 * 14 * 14
+# Pixels; sides that are made smaller may come to none.
+_NARROW = 28
 
 
 class AdaptedPreparer:
@@ -78,10 +81,19 @@ class AdaptedPreparer:
             because = f": {reason}" if reason else ""
             raise MediaTypeError(f"this encoder does not take {modality.lower()} input{because}")
         if modality == IMAGE:
-            return self.preprocess(
-                modality, decoding.image(data, smart_rgb=self._adapter.turns(data))
-            )
+            return self._prepare_picture(decoding.image(data, smart_rgb=self._adapter.turns(data)))
         return self._prepare_video(data, decoding, options or {})
+
+    def _prepare_picture(self, picture: Image.Image) -> Prepared:
+        try:
+            return self.preprocess(IMAGE, picture)
+        except DEVICE_ERRORS:
+            raise
+        except (RuntimeError, IndexError, ArithmeticError) as error:
+            if min(picture.size) >= _NARROW:
+                raise
+            logger.warning("SGLang cannot prepare a picture of %s: %s", picture.size, error)
+            raise MediaError("it is too narrow for this model") from error
 
     def _prepare_video(
         self, data: bytes, decoding: Decoding, options: Mapping[str, Any]

@@ -5,10 +5,10 @@ Blocking: the engine calls it in its worker threads. Leans on
 `disaggregation.encoder.server.MMEncoder` (item building, embedding widths), on its
 `_build_mm_aux_data`, on MiMo-V2's `MiMoProcessor._load_video_for_encoder`, on its
 `EncoderPreprocessor` (`process_mm_items`, `vision_config`, `model_audio_sr`,
-`_load_single_item`) and its `EncoderPreprocessResult`, on
-`multimodal.processors.qwen_vl` (`smart_nframes`, `is_cpu`), and on
-`transformers`' processors of whole models. Media are decoded apart (`decoding`), into the
-frames and samples that SGLang would make of them.
+`_load_single_item`, `_flatten_and_load_videos`) and its `EncoderPreprocessResult`, on
+`multimodal.processors.qwen_vl` (`smart_nframes`, `is_cpu`, and
+`QWEN_VIDEO_PREPROCESS_CONFIG_KEYS`), and on `transformers`' processors of whole models. Media are
+decoded apart (`decoding`), into the frames and samples that SGLang would make of them.
 Where SGLang's encoder prepares media otherwise than its server that does everything, the
 latter's answers are the measure.
 """
@@ -283,6 +283,8 @@ def follow_one_server(
                 # SGLang's default of the encoder alone; both together are refused.
                 config.pop("fps", None)
             config.update(given)
+    if "qwen" in model_type and (options or {}).get("video"):
+        _give_video_options(preprocessor, (options or {})["video"])
     if model_type == "qwen2_audio":
         # Its tower takes 30 s, no more and no less: one server cuts longer clips, and the
         # encoder would fail on them.
@@ -294,6 +296,23 @@ def follow_one_server(
         # One server asks the whole model's processor, which has a size for frames of its
         # own; the encoder asks the video processor alone.
         preprocessor.video_processor.size = SizeDict(**size)
+
+
+def _give_video_options(preprocessor: Any, options: Mapping[str, Any]) -> None:
+    """Have the video processor get what is not for the choice of frames, as one server's does: the
+    encoder's gets none of it."""
+    from sglang.srt.multimodal.processors.qwen_vl import QWEN_VIDEO_PREPROCESS_CONFIG_KEYS
+
+    beyond = {k: options[k] for k in options if k not in QWEN_VIDEO_PREPROCESS_CONFIG_KEYS}
+    if not beyond:
+        return
+    read = preprocessor._flatten_and_load_videos
+
+    async def read_with_options(items: Any) -> tuple[Any, dict[str, Any]]:
+        videos, told = await read(items)
+        return videos, beyond | told
+
+    preprocessor._flatten_and_load_videos = read_with_options
 
 
 class Loaded:

@@ -300,6 +300,12 @@ def test_options_for_the_processing_of_media_make_another(checkpoint, unchanged)
     )
 
 
+def test_another_way_of_making_pixels_makes_another(checkpoint, unchanged, monkeypatch):
+    """What an earlier version has put into a store is not found."""
+    monkeypatch.setattr("sglang_epd.namespace.PIXELS", 0)
+    assert checkpoint.namespace() != unchanged
+
+
 def test_files_without_a_tower_are_refused(checkpoint):
     """All such checkpoints would be one."""
     checkpoint.tensors = {"model.layers.0.weight": torch.ones(4, 4)}

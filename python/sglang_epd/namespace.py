@@ -28,6 +28,9 @@ _TOWERS = ("visual", "vision", "audio", "vpm.", "apm.", "embed_tokens_extend.")
 _LANGUAGE = ("lm_head", "language_model", "model.layers.", "model.embed_tokens.", "model.norm.")
 # Layers that draft, and parts that speak, whatever else their names hold.
 _BESIDE = ("mtp.", "model.mtp.", "talker.", "code2wav.")
+# Grows with each change of what this package makes of media: embeddings of the last one must not be
+# found, in caches or stores.
+PIXELS = 1
 # Configurations' names of a tower, and of the language model, where it has one.
 TOWER_CONFIGS = ("vision_config", "audio_config")
 LANGUAGE_CONFIGS = ("text_config", "llm_config", "language_config")
@@ -54,7 +57,7 @@ def namespace(hf_config: Any, checkpoint: Checkpoint, dtype: str, processing: st
     towers = {
         key: config[key] for key in ("architectures", "model_type", *TOWER_CONFIGS) if key in config
     }
-    described = [MAJOR, dtype, towers]
+    described = [MAJOR, PIXELS, dtype, towers]
     digest.update(json.dumps(described, sort_keys=True, default=str).encode())
     joints = _joints(checkpoint.configs.get(CONFIG, {}))
     digest.update(json.dumps(joints, sort_keys=True).encode())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import signal
 import threading
@@ -61,6 +62,25 @@ def test_pixels_are_those_of_the_one_decoder(decoders: Decoders, name: str) -> N
     made = image(decoders, SAMPLES[name])
     assert (made.mode, made.size) == ("RGB", expected.size)
     assert made.tobytes() == expected.tobytes()
+    assert nothing_is_held(decoders)
+
+
+def test_a_child_whose_pixels_cannot_be_mapped_draws_no_other(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next picture would be looked for where an earlier one is."""
+    decoders = make()
+    image(decoders, encoded(noise(20, 20), "PNG"))
+    large, small = encoded(noise(300, 200), "PNG"), encoded(noise(20, 19), "PNG")
+
+    def no_room(*_args: object) -> None:
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("sglang_epd.decoding.decoders.mmap.mmap", no_room)
+        with pytest.raises(OSError, match="allocate"):
+            image(decoders, large)
+    assert image(decoders, small).tobytes() == decode_image(small, MediaLimits()).tobytes()
     assert nothing_is_held(decoders)
 
 

@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager, nullcontext, suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
 import torch
 
 from sglang_epd.errors import OverloadedError
+from sglang_epd.spans import OFF
 from sglang_epd.transfer.arena import Arena
 from sglang_epd.transfer.control import Claims
-from sglang_epd.transfer.delivery import Offered
+from sglang_epd.transfer.delivery import Granted, Offered
 from sglang_epd.transfer.extents import ALIGNMENT
 from sglang_epd.transfer.receiver import Receiver
 from sglang_epd.transfer.sender import Sender
 from sglang_epd.wire.http import ReplyTo
-from sglang_epd.wire.messages import Expect, Offer, Settled
+from sglang_epd.wire.messages import Expect, Grant, Inline, Offer, Settled
 from waiting import until
 
 PATIENCE_S = 20.0
@@ -49,7 +51,7 @@ class LanguageServer:
         self._arena: Arena = self._claims.connect(PATIENCE_S)
 
     def expect(self, ticket: str, items: int = 1) -> None:
-        self._claims.claim(ticket, Expect(ticket, items, 1, 30.0))
+        self._claims.claim(ticket, Expect(ticket, items, 30.0))
 
     async def embedding(self) -> torch.Tensor:
         """Of the request that settles next."""
@@ -148,6 +150,30 @@ async def test_an_item_waits_with_nothing_in_hand_while_others_go_on(
     assert fakes.forwarded.calls[3:] == [b"waits"]
     assert torch.equal(await full.embedding(), torch.full((3, 4), 5.0))
     assert (full.count("waits"), full.count("grants")) == (1, 2)
+
+
+@pytest.mark.parametrize("grants", [True, False])
+async def test_an_embedding_that_is_there_waits_for_the_receivers_word(
+    service, monkeypatch, grants
+):
+    """That of a store, say: given away at once, it would be read, or made, again."""
+    monkeypatch.setattr(service.admission, "awaiting_memory", lambda _request_id: nullcontext())
+    loop, wanted, offered = asyncio.get_running_loop(), [], Offered()
+    made = loop.create_future()
+    made.set_result(None)
+    hold = SimpleNamespace(made=made, want=wanted.append)
+    granted = Granted(Grant("t", 0, 1, 30.0, Inline()), until=0.0)
+
+    def say() -> None:
+        offered.answered.set_result(not grants)
+        if grants:
+            offered.decided.set_result(granted)
+
+    loop.call_later(0.05, say)
+    loop.call_later(0.1, lambda: grants or offered.decided.set_result(granted))
+    asked = SimpleNamespace(span=OFF, ms={}, request=SimpleNamespace(request_id="r"))
+    assert await service._decision(asked, hold, offered) is granted
+    assert wanted == ([] if grants else [False])
 
 
 @pytest.mark.parametrize(("max_items", "max_bytes"), [(8, 1000), (1000, 16)])

@@ -1,12 +1,14 @@
 from __future__ import annotations
 
 import os
+import threading
+import time
 from pathlib import Path
 
 import pytest
 
 from media.samples import in_seconds
-from sglang_epd.errors import MediaError, MediaForbiddenError, MediaTooLargeError
+from sglang_epd.errors import EpdError, MediaError, MediaForbiddenError, MediaTooLargeError
 from sglang_epd.media import MediaFetcher, MediaLimits, digest, parse_source
 from sglang_epd.media.limits import NO_LIMIT
 
@@ -132,3 +134,19 @@ async def test_a_folder_that_becomes_a_link_leads_nowhere_else(
     monkeypatch.setattr(os, "open", swap_and_open)
     with pytest.raises(MediaForbiddenError, match="outside"):
         await read(within / "a.png", root)
+
+
+async def test_a_file_that_is_not_read_in_time_holds_up_nobody(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a network's mount, say: to close it would wait for its reading."""
+    reading, writing = os.pipe()
+    end = threading.Timer(5.0, os.close, [writing])
+    end.start()
+    monkeypatch.setattr("sglang_epd.media.fetch.open_local", lambda *_: os.fdopen(reading, "rb"))
+    began = time.monotonic()
+    async with MediaFetcher(MediaLimits(allowed_local_root=root)) as fetcher:
+        with pytest.raises(EpdError):
+            await fetcher.fetch(parse_source(f"file://{root}/a.png"), in_seconds(0.3))
+        assert time.monotonic() - began < 3
+    end.join()

@@ -46,14 +46,14 @@ class Canvas:
         blank.paste(0, (0, 0, *size))
         return blank
 
-    def hold(self, made: Image.Image, behind: int = 0) -> list[int]:
-        """Have this RGB picture here, with so many bytes behind it.
-
-        Returns:
-            The descriptor of the file, if the server does not have it yet.
-        """
+    def hold(self, made: Image.Image, behind: int = 0) -> None:
+        """Have this RGB picture here, with so many bytes behind it."""
         if made.im is not self._core:
             self.blank(made.size, behind).paste(made)
+
+    def tell(self) -> list[int]:
+        """The descriptor of the file, if the server does not have it yet; to be sent without fail:
+        the next picture may be drawn in that file, and be looked for there."""
         told, self._untold = self._untold, []
         return told
 

@@ -130,13 +130,14 @@ class _Child:
             image.im = self._canvas.blank(image.size, behind).im
         made = read_image(image, name, self._limits, smart_rgb=look.smart_rgb)
         del image  # its memory is free before more is taken
-        size, told = made.size, self._canvas.hold(made, behind)
+        size = made.size
+        self._canvas.hold(made, behind)
         del made
         if look.cut:
             from sglang_epd.decoding.patches import cut_out
 
             cut_out(self._canvas.pixels, size, look.cut)
-        return Picture(*size), told
+        return Picture(*size), self._canvas.tell()
 
     def _allow(self, nbytes: int, cpu_s: float) -> None:
         """Let this process grow by so many bytes, and work for so many seconds, from now."""

@@ -204,10 +204,13 @@ class Decoding:
     def _frames(self, facts: VideoFacts, data: bytes, indices: list[int], before: int) -> Any:
         pixels = facts.width * facts.height
         decoder = _DECODER_FRAMES * _DECODER_PIXEL_BYTES * pixels + _DECODER_BYTES
-        able = self._decoders.budget.total // (4 * decoder)
-        threads = max(1, min(os.cpu_count() or 8, _MOST_THREADS, len(indices), able))
         frames = before + len(indices)
-        total = frames * pixels * _FRAME_PIXEL_BYTES + threads * decoder + _twice(data)
+        total = frames * pixels * _FRAME_PIXEL_BYTES + _twice(data)
+        # A quarter of the budget, or what the frames leave of it.
+        most = self._decoders.budget.total
+        able = min(most // 4, most - total) // decoder
+        threads = max(1, min(os.cpu_count() or 8, _MOST_THREADS, len(indices), able))
+        total += threads * decoder
         if before or not self._take(total, wait=False):
             if before:
                 self._take(total)
@@ -320,11 +323,13 @@ class _Child:
     def __init__(self, process: Child) -> None:
         self.process = process
         self._pixels: mmap.mmap | bytes = b""
+        self._lost_pixels = False
         self._first_bytes = self._held_bytes()
 
     @property
-    def grown(self) -> bool:
-        return self._held_bytes() > self._first_bytes + _GROWN_BYTES
+    def spent(self) -> bool:
+        """Whether it holds too much, or draws in a file that is not mapped here."""
+        return self._lost_pixels or self._held_bytes() > self._first_bytes + _GROWN_BYTES
 
     def pixels(self, fd: int, nbytes: int) -> mmap.mmap | bytes:
         """Its picture's, until it is sent the next item.
@@ -336,7 +341,9 @@ class _Child:
             MediaError: there are not as many.
         """
         if fd >= 0:
+            self._lost_pixels = True
             self._pixels = _mapped(fd, nbytes)
+            self._lost_pixels = False
         if len(self._pixels) < nbytes:
             raise MediaError(_BROKEN)
         return self._pixels
@@ -390,10 +397,10 @@ class _Children:
             if self._opens_videos:
                 child.process.end.settimeout(_END_S)
                 send_now(child.process.end, Drop())
-            grown = child.grown
+            spent = child.spent
         except OSError:
-            grown = True
-        if grown:
+            spent = True
+        if spent:
             child.end()
         else:
             self._idle.append(child)

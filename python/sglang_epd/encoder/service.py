@@ -48,6 +48,8 @@ from sglang_epd.wire.tensors import spec_bytes
 logger = logging.getLogger(__name__)
 
 _RECENT = 256
+# A receiver answers an offer in milliseconds, if only that it has to wait.
+_ANSWER_S = 1.0
 _RETRY_AFTER_S = (1.0, 30.0)
 
 
@@ -406,10 +408,13 @@ class EncoderService:
 
     async def _decision(self, asked: _Asked, hold: Hold, offered: Offered) -> Granted | Decline:
         """Wait for the grant, with the embedding in the making as long as it may be of use."""
+        at_hand = hold.made.done()
         signs: list[asyncio.Future[Any]] = [hold.made, offered.answered]
         await asyncio.wait(signs, return_when=asyncio.FIRST_COMPLETED)
         if hold.made.done():
             hold.made.result()
+        if at_hand:
+            await asyncio.wait([offered.answered], timeout=_ANSWER_S)
         if offered.granted is None:
             # The receiver is slow to answer, or has no memory now.
             hold.want(False)

@@ -135,15 +135,23 @@ class MediaFetcher(Fetcher):
         trail = Trail(())
         async with self._turn(source, account) as turn:
             if url[:5].lower() == "file:":
-                with await asyncio.to_thread(open_local, url, self._limits) as file:
-                    await turn.grow(os.fstat(file.fileno()).st_size)
-                    data = await asyncio.to_thread(read_local, file, self._limits)
+                data = await self._read(url, turn)
             else:
                 # With a slot: an item that has room for bytes can go on, and so gives them back.
                 await turn.grow(_FIRST_BYTES)
                 data, trail = await self._follow(parse(url), turn)
         check_not_empty(data, display(source))
         return await hashed(data, trail)
+
+    async def _read(self, url: str, turn: Turn) -> bytes:
+        """A local file, whose mount may be slow."""
+        file = await asyncio.to_thread(open_local, url, self._limits)
+        try:
+            await turn.grow(os.fstat(file.fileno()).st_size)
+        except BaseException:
+            file.close()
+            raise
+        return await asyncio.to_thread(read_local, file, self._limits)
 
     def _turn(
         self, source: MediaSource, account: Account | None

@@ -60,7 +60,8 @@ def open_local(url: str, limits: MediaLimits) -> BinaryIO:
 
 
 def read_local(file: BinaryIO, limits: MediaLimits) -> bytes:
-    """Read an opened file. Blocking: call it off the event loop.
+    """Read an opened file, and close it. Blocking: call it off the event loop, where it may not be
+    closed meanwhile: that would wait for this to end.
 
     Raises:
         MediaTooLargeError: it has grown larger than `limits.max_bytes`.
@@ -68,7 +69,8 @@ def read_local(file: BinaryIO, limits: MediaLimits) -> bytes:
     """
     bounded = limits.max_bytes < NO_LIMIT
     try:
-        data = file.read(limits.max_bytes + 1 if bounded else -1)
+        with file:
+            data = file.read(limits.max_bytes + 1 if bounded else -1)
     except OSError as error:
         raise _unreadable(error) from None
     if len(data) > limits.max_bytes:

@@ -27,6 +27,8 @@ _PACKET_BYTES = 64 << 10
 _IN_A_FILE = b"\0"
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _ENCODER = msgspec.msgpack.Encoder()
+# A send fails so while this process, or its machine, is short of something.
+_SHORT = (errno.ETOOMANYREFS, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS)
 
 
 def pair() -> tuple[socket.socket, socket.socket]:
@@ -199,8 +201,8 @@ class Channel:
                 self._loop.add_writer(self._end.fileno(), self._flush)
                 return
             except OSError as error:
-                if error.errno == errno.ETOOMANYREFS:
-                    # Descriptors on their way are counted against this user's limit.
+                if error.errno in _SHORT:
+                    # Descriptors on their way are counted against this user's limit, too.
                     self._loop.call_later(0.01, self._flush)
                     return
                 self._end_with(f"the other end is gone ({os.strerror(error.errno or 0)})")

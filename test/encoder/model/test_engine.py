@@ -100,6 +100,43 @@ class Busy(LateDevice):
         super().synchronize()
 
 
+@pytest.mark.parametrize("begun", [True, False])
+async def test_a_place_is_free_when_the_thread_of_what_nobody_wants_is(begun: bool) -> None:
+    """Clients that leave would have more and more threads compute for nobody."""
+    goes_on, entered, stopped = threading.Event(), threading.Event(), threading.Event()
+
+    class Decoding:
+        stop = staticmethod(stopped.set)
+
+        def __enter__(self) -> None:
+            entered.set()
+            goes_on.wait()
+
+        def __exit__(self, *_error: object) -> None: ...
+
+    engine: Any = Engine.__new__(Engine)
+    engine._device = LateDevice(0)
+    engine._breakage = Breakage(Apart(LateDevice(0))._probe)
+    engine._decoders = SimpleNamespace(begin=lambda _deadline: Decoding())
+    layout = Layout("IMAGE", TensorSpec("float32", (ROWS, WIDTH)), [[1, 1, ROWS]])
+    prepared = Prepared(layout, ROWS, "IMAGE", (SimpleNamespace(name="IMAGE"), []))
+    engine._preparer = SimpleNamespace(prepare=lambda *_: prepared)
+    engine._preparing = ThreadPoolExecutor(1)
+    if not begun:
+        engine._preparing.submit(goes_on.wait)
+    preparing = asyncio.create_task(engine.prepare("IMAGE", b""))
+    await asyncio.sleep(0.05)
+    assert entered.is_set() is begun
+    preparing.cancel()
+    await asyncio.wait([preparing], timeout=0.1)
+    assert stopped.is_set()
+    assert preparing.done() is not begun
+    goes_on.set()
+    with pytest.raises(asyncio.CancelledError):
+        await preparing
+    engine._preparing.shutdown()
+
+
 async def test_a_probe_waits_for_the_device_beside_the_event_loop() -> None:
     device = Busy()
     await Apart(device)._probe()

@@ -11,7 +11,7 @@ BATCH = BatchBounds(patches=10, items=3)
 
 def work(state: WorkState = WorkState.WAITING, cost: float = 1.0, **job) -> Work:
     made = {"key": b"key", "modality": "IMAGE", "data": b"data", "state": state}
-    return Work("r", cost, 0.0, **made, **job)
+    return Work("r", cost, 0.0, **(made | job))
 
 
 @pytest.fixture
@@ -62,7 +62,7 @@ async def test_a_lane_is_filled_for_each_batch_that_its_tower_would_take(
 
 
 async def test_a_batch_is_complete_if_nothing_is_prepared_that_would_fit_in(lane):
-    lane.typical = 4.0
+    lane.typical["IMAGE"] = 4.0
     lane.ready.push(work(cost=6.0))
     assert lane.has_batch(BATCH)
     lane.preparing = {work()}
@@ -71,7 +71,7 @@ async def test_a_batch_is_complete_if_nothing_is_prepared_that_would_fit_in(lane
     assert not lane.has_batch(BATCH)
     lane.ready.push(work())
     assert lane.has_batch(BATCH), "seven patches, and four would be too many"
-    lane.typical = 1.0
+    lane.typical["IMAGE"] = 1.0
     assert not lane.has_batch(BATCH)
     lane.ready.push(work())
     assert lane.has_batch(BATCH), "three items"
@@ -85,6 +85,17 @@ async def test_large_items_in_preparation_are_no_batch_for_small_ones(lane):
     assert not lane.has_place(large=True), "the last of four is for small ones"
     lane.preparing, lane.tower.preparers = set(), 1
     assert lane.has_place(large=True)
+
+
+async def test_videos_in_preparation_are_no_batch_and_say_nothing_of_images(lane):
+    """Preparing one takes longer than its passes: a tower would wait for one after the other."""
+    video, image = work(modality="VIDEO", large=True), work()
+    lane.note_prepared(video, 75_000, 1.0)
+    lane.preparing = {image, video, work(modality="VIDEO", large=True)}
+    assert lane.expected([image]) == 1.0
+    assert lane.expected([video]) > BATCH.patches
+    assert not lane.full(BATCH)
+    assert not lane.full(BATCH, large=False)
 
 
 async def test_what_is_parked_fills_a_lane_only_where_it_is_asked(lane):

@@ -10,6 +10,7 @@ servers use.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import io
 import itertools
 import logging
@@ -209,12 +210,16 @@ class Engine:
                 prepared = self._preparer.prepare(modality, data, decoding, options)
                 return mark(prepared, self._device)
 
+        thread = self._preparing.submit(prepare)
+        prepared = asyncio.wrap_future(thread)
         try:
-            return await self._breakage.watch(
-                asyncio.get_running_loop().run_in_executor(self._preparing, prepare)
-            )
+            return await self._breakage.watch(asyncio.shield(prepared))
         except asyncio.CancelledError:
             decoding.stop()
+            thread.cancel()
+            while not prepared.done():  # its place is free when its thread is
+                with contextlib.suppress(asyncio.CancelledError):
+                    await asyncio.wait([prepared])
             raise
 
     @property

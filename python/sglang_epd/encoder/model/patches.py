@@ -117,7 +117,8 @@ def _cut(picture: Image.Image, cut: Cut) -> torch.Tensor:
     """A picture's patches as a child makes them."""
     canvas = Canvas()
     across, down = cut.resized(*picture.size)
-    close_all(canvas.hold(picture, 3 * across * down))
+    canvas.hold(picture, 3 * across * down)
+    close_all(canvas.tell())
     cut_out(canvas.pixels, picture.size, cut)
     offset = 4 * picture.width * picture.height
     made = torch.frombuffer(

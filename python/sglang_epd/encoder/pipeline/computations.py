@@ -645,8 +645,8 @@ class Computations:
             yield lane.ready
 
     def _patches(self) -> int:
-        typical = max(lane.typical for lane in self._lanes)
-        return int(sum(lane.patches for lane in self._lanes) + len(self._waiting) * typical)
+        waiting = max(lane.expected(self._waiting) for lane in self._lanes)
+        return int(sum(lane.patches for lane in self._lanes) + waiting)
 
     def _spawn(self, stage: Coroutine[Any, Any, None], works: list[Work]) -> None:
         # Logged under the owner's request, not under that of the asker that set it off.

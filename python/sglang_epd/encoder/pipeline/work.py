@@ -30,6 +30,7 @@ from sglang_epd.cache import Entry
 from sglang_epd.encoder.pipeline.scheduling import BatchBounds, FairQueue, Job
 from sglang_epd.encoder.tower import Prepared, Tower
 from sglang_epd.errors import EpdError
+from sglang_epd.modality import VIDEO
 from sglang_epd.wire.messages import Layout
 
 
@@ -132,7 +133,7 @@ class Lane:
     Attributes:
         free_at: when the last batch ended.
         rate, pixel_rate, typical: patches a second, claimed pixels a second, and patches an
-            item; averages over the recent past.
+            item of each modality; averages over the recent past.
     """
 
     tower: Tower
@@ -144,13 +145,17 @@ class Lane:
     rate: float = 0.0
     prepared_pixels: float = 0.0
     ran_pixels: float = 0.0
-    typical: float = 1.0
+    typical: defaultdict[str, float] = field(default_factory=lambda: defaultdict(lambda: 1.0))
 
     @property
     def patches(self) -> float:
         """Cost of the assigned work, as far as it is known."""
         running = sum(work.cost for work in self.running)
-        return self.ready.cost + running + len(self.preparing) * self.typical
+        return self.ready.cost + running + self.expected(self.preparing)
+
+    def expected(self, works: Iterable[Work]) -> float:
+        """Patches of items that have not been prepared, as most have."""
+        return sum(self.typical[work.modality] for work in works)
 
     def ahead_s(self, batch: BatchBounds, *, ready: bool) -> float:
         """Until an item has been run, beside its own cost, as far as is known: the work before it
@@ -183,7 +188,7 @@ class Lane:
 
     def note_prepared(self, work: Work, patches: int, elapsed_s: float) -> None:
         """One of its places took so long for an item."""
-        self.typical = _moved(self.typical, patches)
+        self.typical[work.modality] = _moved(self.typical[work.modality], patches)
         if elapsed_s > 0:
             rate = self.tower.preparers * work.pixels / elapsed_s
             self.prepared_pixels = _moved(self.prepared_pixels, rate)
@@ -214,14 +219,19 @@ class Lane:
     def full(self, batch: BatchBounds, *, parked: bool = False, large: bool = True) -> bool:
         """Whether a batch is on its way to the tower, for each that it would take at once.
 
+        Videos that are being prepared do not count: one may be more than a batch, and preparing it
+        takes longer than its passes.
+
         Args:
             parked: count unwanted items as well.
             large: count large items that are being prepared as well.
         """
-        preparing = len(self.preparing) - (0 if large else _large(self.preparing))
+        preparing = [
+            work for work in self.preparing if work.modality != VIDEO and (large or not work.large)
+        ]
         ready = [work.cost for work in self.ready if parked or not work.parked]
-        items = len(ready) + preparing
-        patches = sum(ready) + preparing * self.typical
+        items = len(ready) + len(preparing)
+        patches = sum(ready) + self.expected(preparing)
         batches = max(1, self.tower.depth - self.batches)
         return items >= batches * batch.items or patches >= batches * batch.patches
 
@@ -231,7 +241,8 @@ class Lane:
         return (
             not self.preparing
             or len(ready) >= batch.items
-            or sum(ready) + self.typical > batch.patches
+            or sum(ready) + min(self.typical[one.modality] for one in self.preparing)
+            > batch.patches
         )
 
     def hasty(self) -> set[Work]:

@@ -117,9 +117,15 @@ def text(answer: Answer) -> str:
 
 def _plan_answer(one: Plan, question: Question) -> Answer:
     hour = one.topology.hour_cost(question.profile)
+    of_one = _answer(one.report, question.slo)
     return {
         "shape": one.shape,
-        **_answer(one.report, question.slo),
+        **of_one,
+        # The run was one of the cells, and all else is of all of them.
+        **{
+            name: round(of_one[name] * question.cells, 4)
+            for name in ("requests_per_s", "output_tokens_per_s")
+        },
         "topology": one.topology.name,
         "gpus": one.topology.gpus(question.profile),
         "cost_hour": round(hour, 3),

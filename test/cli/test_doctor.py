@@ -294,9 +294,10 @@ QWEN = {
     "hidden_size": 3584,
     "vision_config": {},
 }
+# As Qwen3-VL's: what its language model is written in stands with that alone.
 DEEP = {
-    "dtype": "bfloat16",
-    "text_config": {"hidden_size": 4096},
+    "torch_dtype": None,
+    "text_config": {"hidden_size": 4096, "dtype": "bfloat16"},
     "vision_config": {"deepstack_visual_indexes": [5, 11, 17]},
 }
 PIXELS = {"patch_size": 14, "merge_size": 2, "max_pixels": 16_384 * 28**2}
@@ -376,7 +377,7 @@ def launched():
 def test_two_servers_on_one_gpu_are_seen(gpus, launched):
     (one, ones), (other, others) = launched(), launched()
     gpus(*(f"GPU-a, {pid}, 100" for pid in [*ones, others[0]]), f"GPU-b, {others[1]}, 70000")
-    devices, shared, taken = machine.devices()
+    devices, _, shared, taken = machine.devices()
     assert (devices.verdict, devices.found) == (Verdict.OK, "2 NVIDIA GPUs: 0, 1")
     assert (shared.subject, shared.verdict) == ("GPU 0", Verdict.WARN)
     assert f"process {one} has 200 MiB, process {other} has 100 MiB" in shared.found
@@ -387,9 +388,28 @@ def test_two_servers_on_one_gpu_are_seen(gpus, launched):
 
 def test_gpus_that_nobody_has(gpus):
     gpus()
-    assert [one.verdict for one in machine.devices()] == [Verdict.OK]
+    assert [one.subject for one in machine.devices()] == ["accelerators", "torch"]
     gpus("GPU-a, [N/A], [N/A]")
-    assert [one.verdict for one in machine.devices()] == [Verdict.OK, Verdict.NOTE]
+    assert [one.verdict for one in machine.devices()][2:] == [Verdict.NOTE]
+
+
+@pytest.mark.parametrize(
+    ("sees", "verdict", "told"),
+    [
+        (machine._SEES_GPU, Verdict.FAIL, "servers would run on the CPU"),
+        ("print('2.11+cpu', None, False)", Verdict.FAIL, "it is built without CUDA"),
+        ("print('2.11', '13.0', False)", Verdict.FAIL, "servers would run on the CPU"),
+        ("print('2.11', '13.0', True)", Verdict.OK, "sees GPUs"),
+        ("raise SystemExit(1)", Verdict.FAIL, "does not say"),
+    ],
+    ids=["this machine's", "no CUDA", "an old driver", "a GPU", "broken"],
+)
+def test_a_torch_that_sees_none_of_the_gpus_is_found(gpus, monkeypatch, sees, verdict, told):
+    gpus()
+    monkeypatch.setattr(machine, "_SEES_GPU", sees)
+    (found,) = [one for one in machine.devices() if one.subject == "torch"]
+    assert (found.verdict, told in found.found) == (verdict, True), found
+    assert verdict is Verdict.OK or found.mend
 
 
 class Picture(QuietHandler):

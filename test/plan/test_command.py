@@ -36,6 +36,16 @@ def test_a_plan_says_what_it_takes_and_what_breaks(files, tmp_path):
     assert all(one["meets_slo"] and one["tried"] for one in answers)
 
 
+def test_figures_of_several_cells_are_those_of_all(files):
+    typed = [*files, "--rate", "24", "--shape", "EPD", "--json"]
+    one, both = (
+        json.loads(CliRunner().invoke(app, more, catch_exceptions=False).stdout)[0]
+        for more in ([*typed[:-1], "--rate", "12", "--json"], [*typed, "--cells", "2"])
+    )
+    for name in ("requests_per_s", "output_tokens_per_s", "gpus", "most_requests_per_s"):
+        assert both[name] == pytest.approx(2 * one[name], abs=1e-3), name
+
+
 def test_a_topology_is_simulated_as_it_is(files):
     typed = [*files, "--rate", "5", "--topology", "1E1PD", "--topology", "2EPD", "--json"]
     answers = json.loads(CliRunner().invoke(app, typed, catch_exceptions=False).stdout)

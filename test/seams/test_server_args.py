@@ -105,10 +105,10 @@ def test_the_flags_that_are_served_pass(check, changes):
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"nnodes": 2, "attn_dp_size": 2}, "--nnodes 2 with --enable-dp-attention"),
+        ({"nnodes": 2, "attn_dp_size": 2}, "--nnodes 2 with --attn-dp-size"),
         (
             {"nnodes": 4, "pp_size": 2, "attn_dp_size": 2, "tp_size": 4},
-            "--nnodes 4 with --enable-dp-attention",
+            "--nnodes 4 with --attn-dp-size",
         ),
         ({**ENCODER, "tp_size": 3}, "--tp-size 3 with --encoder-only: the 16 attention heads"),
         ({**ENCODER, "nnodes": 2}, "--nnodes 2 with --encoder-only"),
@@ -313,7 +313,7 @@ def test_each_server_of_a_process_has_a_run_of_its_own(resolve, monkeypatch):
             "--enable-adaptive-dispatch-to-encoder is not served with Gemma3",
         ),
         # Ours, after theirs.
-        ({"nnodes": 2, "attn_dp_size": 2}, "--nnodes 2 with --enable-dp-attention"),
+        ({"nnodes": 2, "attn_dp_size": 2}, "--nnodes 2 with --attn-dp-size"),
     ],
     ids=str,
 )

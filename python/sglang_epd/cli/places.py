@@ -73,7 +73,7 @@ def accelerators() -> list[str]:
         raise ConfigError(f"{error.message}; name the GPUs with --gpus") from None
 
 
-def ask_tool(tool: str, *given: str) -> list[str]:
+def ask_tool(tool: str, *given: str, timeout_s: float = _ASK_TIMEOUT_S) -> list[str]:
     """The lines that a program answers.
 
     Raises:
@@ -81,7 +81,7 @@ def ask_tool(tool: str, *given: str) -> list[str]:
     """
     try:
         asked = subprocess.run(
-            [tool, *given], capture_output=True, text=True, timeout=_ASK_TIMEOUT_S, check=True
+            [tool, *given], capture_output=True, text=True, timeout=timeout_s, check=True
         )
     except (OSError, subprocess.SubprocessError) as error:
         raise ConfigError(f"{Path(tool).name}: {error}") from None

@@ -149,7 +149,7 @@ def _of_language_servers(args: Any) -> Iterator[str]:
     # Hosts take whole stages where there are enough of them.
     if args.attn_dp_size > 1 and args.nnodes > args.pp_size and not to_tokenizer:
         yield (
-            f"--nnodes {args.nnodes} with --enable-dp-attention and embeddings that go to the "
+            f"--nnodes {args.nnodes} with --attn-dp-size and embeddings that go to the "
             "schedulers is not in this version, but for a stage a host; "
             "--encoder-transfer-backend zmq_to_tokenizer sends them with the requests; "
             f"or {_RIVAL}"

@@ -124,7 +124,9 @@ def _largest_bytes(config: dict[str, Any], processor: dict[str, Any]) -> int:
     tower = config["vision_config"]
     pixels = processor.get("max_pixels") or processor["size"]["longest_edge"]
     side = processor["patch_size"] * processor["merge_size"]
-    dtype = config.get("dtype") or config["torch_dtype"]
+    # Some name it beside what it is of alone.
+    names = [one.get(name) for one in (config, language) for name in ("dtype", "torch_dtype")]
+    dtype: str = next(filter(None, names), "")
     layers = 1 + len(tower.get("deepstack_visual_indexes") or ())
     item_bytes = {"float32": 4, "bfloat16": 2, "float16": 2}[dtype]
     return int(pixels // side**2 * language["hidden_size"] * layers * item_bytes)

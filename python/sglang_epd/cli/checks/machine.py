@@ -7,6 +7,7 @@ import os
 import resource
 import shutil
 import socket
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -21,6 +22,8 @@ USUAL_PORTS = {
     8998: "--disaggregation-bootstrap-port",
 }
 _FILES = 65_536
+_SEES_GPU = "import torch as t; print(t.__version__, t.version.cuda, t.cuda.is_available())"
+_TORCH_TIMEOUT_S = 120.0
 # From <sys/timex.h>: the answer of adjtimex while nothing disciplines the clock, and room
 # for its structure.
 _TIME_ERROR = 5
@@ -36,10 +39,27 @@ def devices() -> Iterator[Finding]:
         return
     if found:
         yield ok("accelerators", f"{len(found)} NVIDIA GPUs: {', '.join(found)}")
+        yield _torch()
         yield from _taken()
     else:
         cores = len(os.sched_getaffinity(0))
         yield note("accelerators", f"no NVIDIA GPU; {cores} cores, if SGLang finds no other device")
+
+
+def _torch() -> Finding:
+    """Whether servers will see the GPUs that the driver's tool has named."""
+    try:
+        (told,) = ask_tool(sys.executable, "-c", _SEES_GPU, timeout_s=_TORCH_TIMEOUT_S)
+    except (ConfigError, ValueError) as error:
+        return fail("torch", f"does not say whether it sees a GPU: {error}", "reinstall it")
+    version, cuda, sees = told.split()
+    if sees == "True":
+        return ok("torch", f"{version} sees GPUs")
+    found = f"{version} sees no GPU, and servers would run on the CPU"
+    if cuda == "None":
+        return fail("torch", f"{found}: it is built without CUDA", "install sglang's own torch")
+    mend = f"a driver for CUDA {cuda} (`nvidia-smi` shows up to which it goes), or another torch"
+    return fail("torch", found, mend)
 
 
 def _taken() -> Iterator[Finding]:

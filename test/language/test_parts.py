@@ -3,6 +3,7 @@ waits for more than the part that runs."""
 
 from __future__ import annotations
 
+import gc
 import math
 import pickle
 import random
@@ -245,6 +246,23 @@ def test_a_request_does_not_wait_for_a_part_that_was_refused(world):
     assert world.run(world.come(Request("r", 40)))
 
 
+@pytest.mark.parametrize("ends", ["run", "withdrawn", "gone"])
+def test_a_part_is_forgotten_with_sglangs_request(world, ends):
+    part = world.begin(20)
+    if ends == "run":
+        assert world.run(part)
+        world.end(part)
+    elif ends == "withdrawn":
+        world.parts.settle("r")
+    else:  # SGLang has aborted it between two chunks, and tells nobody
+        world.scheduler.queue.clear()
+    world.scheduler.batch = []
+    del part
+    gc.collect()
+    assert not world.parts.any
+    assert not world.parts.alive("r")
+
+
 def test_a_part_that_is_aborted_in_the_queue_does_not_stop_the_next_one(world):
     part = world.begin(20)
     assert world.parts.alive("r")
@@ -286,7 +304,7 @@ def test_covered_items_have_to_be_in_the_tree(world):
     part = Request("r.early-1", 40)
     item = type("Item", (), {"offsets": [(2, 9)], "precomputed_embeddings": torch.empty(0, 4)})
     part.multimodal_inputs = type("Inputs", (), {"mm_items": [item()]})
-    expect = Expect("ticket", 1, 1, 60.0, (bytes(32),), (LAYOUT,))
+    expect = Expect("ticket", 1, 60.0, (bytes(32),), (LAYOUT,))
     mark(part.multimodal_inputs, [Rows(0, 0, 8)], Resting(part, expect))
     world.parts.expect(part.rid, "r", LEAST)
     assert world.come(part) not in world.scheduler.queue
@@ -298,7 +316,7 @@ def covered(rid: str) -> Request:
     request = Request(rid, 40)
     item = type("Item", (), {"offsets": [(2, 9)], "precomputed_embeddings": torch.empty(0, 4)})
     request.multimodal_inputs = type("Inputs", (), {"mm_items": [item()]})
-    expect = Expect("ticket", 1, 1, 60.0, (bytes(32),), (LAYOUT,))
+    expect = Expect("ticket", 1, 60.0, (bytes(32),), (LAYOUT,))
     mark(request.multimodal_inputs, [Rows(0, 0, 8)], Resting(request, expect))
     return request
 

@@ -79,10 +79,17 @@ class _Followed:
     least: int = 1
     # Of the part in flight.
     trace: Span = field(default=OFF)
+    # How many items have landed before the first that has not, and their tokens.
+    _leading: int = 0
+    _rows: int = 0
 
     def leading(self) -> int:
         """How many items have landed before the first that has not."""
-        return sum(1 for _ in itertools.takewhile(self.tokens.__contains__, self.prompt.items))
+        items = self.prompt.items
+        while self._leading < len(items) and items[self._leading] in self.tokens:
+            self._rows += self.tokens[items[self._leading]]
+            self._leading += 1
+        return self._leading
 
     def reach(self) -> _Reach:
         count = self.leading()
@@ -99,9 +106,8 @@ class _Followed:
 
     def length(self, reach: _Reach) -> int:
         """Tokens of the prompt so far."""
-        known = self.begun | self.tokens
-        items = self.prompt.items[: reach.count]
-        return self.end(reach) - reach.count + sum(known[item] for item in items)
+        begun = self.begun[reach.begun] if reach.begun >= 0 else 0
+        return self.end(reach) - reach.count + self._rows + begun
 
 
 class Early:
@@ -173,7 +179,7 @@ class Early:
         count = one.leading()
         # The text behind the last covered item may not be covered.
         if count:
-            one.done = one.length(_Reach(count - 1)) + known[prompt.items[count - 1]]
+            one.done = one.length(_Reach(count - 1))
 
     def leave(self, claim: str) -> None:
         """A claim is over."""

@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 from sglang_epd.language import manifest
 from sglang_epd.language.prefix import Queue, Tree, bare_items, end
@@ -35,15 +35,19 @@ class _Course:
 
     Attributes:
         base: tokens that the prefix cache had before the first part.
-        part: SGLang's request of the last one, once it is queued.
+        queued: SGLang's request of the last one, once it is queued; while SGLang has it.
         over: whether that one has ended, or was never queued.
         settled: whether all items of the request have landed, or will not.
     """
 
     base: int | None = None
-    part: Any = None
+    queued: ref[Any] | None = None
     over: bool = True
     settled: bool = False
+
+    @property
+    def part(self) -> Any:
+        return None if self.queued is None else self.queued()
 
 
 class Parts:
@@ -108,7 +112,7 @@ class Parts:
         """A part is about to be queued, to be run for so many new tokens at least."""
         self._hear("expect", rid, of, least)
         course = self._courses.setdefault(of, _Course())
-        course.part, course.over = None, False
+        course.queued, course.over = None, False
         self._awaited[rid] = of, least
 
     def fail(self, rid: str) -> None:
@@ -147,7 +151,7 @@ class Parts:
             return False
         if course.base is None:
             course.base = length
-        course.part = request
+        course.queued = ref(request)
         # That of a fake bootstrap is not kept otherwise.
         request.skip_radix_cache_insert = False
         return True
@@ -160,9 +164,10 @@ class Parts:
                 knows nothing else at that moment.
         """
         course = self._queued.get(request) if self._queued else None
-        if course is None or course.over or course.part is None:
+        part = None if course is None or course.over else course.part
+        if part is None:
             return False
-        return any(one is course.part for one in batch) or self._queue.running(course.part)
+        return any(one is part for one in batch) or self._queue.running(part)
 
     def taken(self, request: Any) -> None:
         """A request goes into the next batch."""
@@ -202,8 +207,8 @@ class Parts:
             return
         self._hear("settle", name)
         course.settled = True
-        if course.part is not None and self._queue.remove(course.part):
-            self._drop(course.part, course, "withdrawn")
+        if (part := course.part) is not None and self._queue.remove(part):
+            self._drop(part, course, "withdrawn")
         settled = [name for name, one in self._courses.items() if one.settled]
         if len(settled) > _MAX_SETTLED:
             del self._courses[settled[0]]
@@ -230,7 +235,8 @@ class Parts:
         course = self._courses.get(name)
         if course is None or course.over:
             return False
-        if course.part is not None and not self._queue.holds(course.part):
+        part = course.part
+        if course.queued is not None and (part is None or not self._queue.holds(part)):
             # Aborted while it was queued, of which SGLang says nothing here.
             course.over = True
             self._tally.add("parts", "failed")

@@ -439,7 +439,7 @@ def _language_server(pipe: Connection) -> None:
         kind, tickets = question
         for ticket, items in tickets:
             if kind == "expect":
-                claims.claim(ticket, Expect(ticket, items, 1, TTL_S))
+                claims.claim(ticket, Expect(ticket, items, TTL_S))
             else:
                 claims.abandon(ticket)
         return len(tickets)

@@ -242,7 +242,7 @@ async def _transfer(waiting: int, room: int = 2 * max(WAITING)) -> float:
         async def one(number: int) -> None:
             name = str(number)
             settled[name] = end = asyncio.get_running_loop().create_future()
-            claims.claim(name, Expect(name, 1, 1, TTL_S))
+            claims.claim(name, Expect(name, 1, TTL_S))
             offer = Offer(name, 0, number.to_bytes(32, "big"), layout, nbytes)
             async with sender.offer(receiver.endpoint, offer) as offered:
                 granted = await offered.decided

@@ -233,7 +233,7 @@ def _our_receiver(pipe: Connection, largest: int, landing: str) -> None:
     pipe.send(receiver.endpoint)
     while True:
         ticket = pipe.recv()
-        claims.claim(ticket, Expect(ticket, 1, 1, 60.0))
+        claims.claim(ticket, Expect(ticket, 1, 60.0))
         pipe.send("claimed")
         told: list[Settled | AskPrefix | Arrived] = []
         while not told:

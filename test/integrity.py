@@ -64,7 +64,7 @@ def check_reservations(reservations: Reservations) -> None:
 
 def claimed(ledger: Ledger) -> int:
     """Claims that wait for items."""
-    return sum(len(entry.claims) for entry in ledger._entries.values())
+    return sum(entry.claim is not None for entry in ledger._entries.values())
 
 
 def check_ledger(ledger: Ledger) -> None:
@@ -83,9 +83,7 @@ def check_ledger(ledger: Ledger) -> None:
     blocks = set()
     for ticket, entry in ledger._entries.items():
         assert ticket not in ledger._ended, "an open ticket is also ended"
-        assert entry.consumers > 0, "an entry without consumers is kept"
-        assert len(entry.claims) <= entry.consumers, "more claims than consumers"
-        assert entry.plan is not Plan.ASKING or not entry.claims, "it claimed before its answer"
+        assert entry.plan is not Plan.ASKING or entry.claim is None, "it claimed before its answer"
         patient = entry.plan in (Plan.GATHERING, Plan.ASKING)
         assert patient or not entry.patient_until, "offers wait for a plan that is decided"
         for item in entry.items:
@@ -94,8 +92,8 @@ def check_ledger(ledger: Ledger) -> None:
             if item.block is not None:
                 assert item.block.grant not in blocks, "two items hold one block"
                 blocks.add(item.block.grant)
-        for claim in entry.claims.values():
-            assert not entry.satisfies(claim), "a complete request is still waited for"
+        if entry.claim is not None:
+            assert not entry.satisfies(entry.claim[1]), "a complete request is still waited for"
             assert entry.error is None, "a failed request is still waited for"
     assert len(ledger._ended) <= _MAX_ENDED
 

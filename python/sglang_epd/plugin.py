@@ -124,6 +124,8 @@ HOOKS = (
     _manager("_init_req_state", "after", requests.after("noted")),
     _manager("_should_dispatch_to_encoder", "around", requests.around("adaptive.should_dispatch")),
     _manager("_tokenize_one_request", "around", requests.around("tokenize")),
+    # ... tokenizer process: the samples of a prompt are announced one by one.
+    _manager("_send_one_request", "around", requests.around("send")),
     # ... tokenizer process: requests for embeddings wait for encoders, too.
     _manager(
         "_handle_epd_disaggregation_encode_request", "around", requests.around("begin_to_encode")

@@ -18,6 +18,9 @@ from waiting import reached
 TIMEOUT_S = 120.0
 # Of log-probabilities that are computed in another order.
 TOLERANCE = 1e-3
+# An image of Qwen's models in a prompt, and sampling that has one answer.
+IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"
+GREEDY = {"max_new_tokens": 8, "temperature": 0}
 T = TypeVar("T")
 
 

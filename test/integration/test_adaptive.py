@@ -15,14 +15,21 @@ import pytest
 import requests
 from PIL import Image
 
-from integration.client import TOLERANCE, Client, data_url, image_part, text_part, until, user
+from integration.client import (
+    IMAGE,
+    TOLERANCE,
+    Client,
+    data_url,
+    image_part,
+    text_part,
+    until,
+    user,
+)
 from integration.counters import delivered, samples
 from integration.late import Late
 from integration.listener import Site
 from integration.test_parity import TOKENS, Messages
 from integration.topology import Machine, Topology
-
-IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,16 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from PIL import Image
 
-from integration.client import TOLERANCE, Client, data_url, image_part, text_part, user
+from integration.client import (
+    GREEDY,
+    IMAGE,
+    TOLERANCE,
+    Client,
+    data_url,
+    image_part,
+    text_part,
+    user,
+)
 from integration.counters import counted, total
 from integration.topology import Machine, Topology
 
@@ -60,3 +69,18 @@ def test_every_step_is_counted(client: Client, photographs: Photographs) -> None
     client.answer(user(image_part(data_url(photographs[0]))))
     assert all(total(client.url, step) > was for step, was in zip(steps, before, strict=True))
     assert counted(client.url, "receiver_declines_total", "reason").keys() >= {"too_large"}
+
+
+def test_prompts_of_a_batch_with_samples_hold_no_memory_for_each_other(
+    machine: Machine, topology: Topology, client: Client, photographs: Photographs
+) -> None:
+    """SGLang asks for the samples when all prompts have been prefilled."""
+    square = photographs[1].resize((448, 448))
+    urls = [data_url(square.rotate(3 * number + 1)) for number in range(12)]
+    body = {"text": [f"{IMAGE}What?"] * len(urls), "image_data": [[url] for url in urls]}
+    one = machine.colocated(topology.model).generate(**body, sampling_params=GREEDY).json()
+    answer = client.generate(**body, sampling_params={**GREEDY, "n": 2})
+    assert answer.status_code == 200, answer.text
+    assert [sample["text"] for sample in answer.json()] == [
+        expected["text"] for expected in one for _ in range(2)
+    ]

@@ -12,13 +12,20 @@ import requests
 from PIL import Image
 from transformers import AutoTokenizer
 
-from integration.client import Client, data_url, image_part, text_part, until, user
+from integration.client import (
+    GREEDY,
+    IMAGE,
+    Client,
+    data_url,
+    image_part,
+    text_part,
+    until,
+    user,
+)
 from integration.counters import status
 from integration.listener import Site
 from integration.topology import Topology, checkpoint
 
-IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"
-GREEDY = {"max_new_tokens": 8, "temperature": 0}
 Photographs = list[Image.Image]
 
 

@@ -107,8 +107,8 @@ def test_urls_that_are_dear_to_read_silence_no_encoder(
         ["bm90IGEgbWFuaWZlc3Q="],
         [],
         # A well-formed one that asks to wait a thousand years.
-        manifest.write(Expect("stolen", 1, 1, 3e10), bytes(32)),
-        manifest.write(Expect("stolen", 1, 1, float("inf")), bytes(32)),
+        manifest.write(Expect("stolen", 1, 3e10), bytes(32)),
+        manifest.write(Expect("stolen", 1, float("inf")), bytes(32)),
     ],
     ids=["no base64", "no manifest", "empty", "a thousand years", "for ever"],
 )

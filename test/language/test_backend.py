@@ -37,7 +37,7 @@ from sglang_epd.wire.messages import (
 from spans import said
 
 SECRET = bytes(range(32))
-EXPECT = Expect("ticket", 1, 1, 60.0)
+EXPECT = Expect("ticket", 1, 60.0)
 LAID_OUT = SimpleNamespace(input_ids=[1, 2])
 LAYOUT = Layout("IMAGE", TensorSpec("float32", (2, 4)), [[1, 2, 4]])
 
@@ -477,7 +477,7 @@ def test_without_a_gate_requests_go_on_as_they_settle(backend, gate, memory):
 
 # Requests that the prefix cache is asked about.
 
-KNOWN = Expect("ticket", 2, 1, 60.0, (b"a" * 32, b"b" * 32), (LAYOUT, LAYOUT))
+KNOWN = Expect("ticket", 2, 60.0, (b"a" * 32, b"b" * 32), (LAYOUT, LAYOUT))
 
 
 def test_what_may_be_covered_goes_on_at_once_and_is_claimed_when_that_is_known(leader, claims):
@@ -546,7 +546,7 @@ def test_what_is_needed_after_all_is_announced_under_a_new_ticket(leader, claims
 
 
 def test_when_all_layouts_have_become_known_the_ranks_are_asked(leader, claims):
-    one = request(carried=Expect("ticket", 2, 1, 60.0))
+    one = request(carried=Expect("ticket", 2, 60.0))
     assert leader.pass_on([one]) == []
     claims.lay(0, KNOWN.keys, KNOWN.layouts)
     assert leader.pass_on([]) == [one]
@@ -559,7 +559,7 @@ def test_when_all_layouts_have_become_known_the_ranks_are_asked(leader, claims):
 
 
 def test_a_request_that_was_aborted_when_its_layouts_became_known_ends(leader, claims):
-    one = request(carried=Expect("ticket", 2, 1, 60.0))
+    one = request(carried=Expect("ticket", 2, 60.0))
     leader.pass_on([one])
     leader.abandon(lambda rid: True)
     claims.lay(0, KNOWN.keys, KNOWN.layouts)
@@ -653,7 +653,7 @@ def parted(memory, gate):
 
 def laid(letters: str) -> Expect:
     keys = tuple(letter.encode() * 32 for letter in letters)
-    return Expect("ticket", len(letters), 1, 60.0, keys, (LAYOUT,) * len(letters))
+    return Expect("ticket", len(letters), 60.0, keys, (LAYOUT,) * len(letters))
 
 
 def test_a_part_is_laid_out_with_the_items_that_have_landed(parted, memory):

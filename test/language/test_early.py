@@ -30,7 +30,7 @@ LAYOUT = Layout("IMAGE", TensorSpec("float32", (ROWS, 4)), [[1, 2, 4]])
 # Three texts of three ids and an item each, and a text behind. The second item of the prompt is
 # the request's last one: a video, say.
 PROMPT = Prompt(array("q", [1, 1, 7, 9, 1, 1, 7, 8, 1, 1, 7, 9, 1, 1]), (3, 7, 11), (0, 2, 1))
-EXPECT = Expect("ticket", 3, 1, 60.0)
+EXPECT = Expect("ticket", 3, 60.0)
 
 
 class FakeClaims:
@@ -74,7 +74,7 @@ class World:
         )
 
     def follow(self, covered: tuple[int, ...] = (), layouts: tuple[Layout, ...] = ()) -> None:
-        expect = Expect("ticket", 3, 1, 60.0, tuple(bytes(32) for _ in layouts), layouts)
+        expect = Expect("ticket", 3, 60.0, tuple(bytes(32) for _ in layouts), layouts)
         request = SimpleNamespace(rid="r")
         self.early.follow("c", request, expect, covered, prompt=PROMPT, span=OFF)
 

@@ -120,8 +120,8 @@ async def idle(frontend) -> None:
 
 
 async def test_a_request_is_announced_then_dispatched(frontend, dispatcher, control):
-    expect = frontend.start("rid", ITEMS, consumers=3)
-    assert (expect.items, expect.consumers, expect.ttl_s) == (1, 3, TIMEOUT_S)
+    expect = frontend.start("rid", ITEMS)
+    assert (expect.items, expect.ttl_s) == (1, TIMEOUT_S)
     assert len(frontend) == 1
     await dispatcher.started.wait()
     ((reply_to, items, deadline),) = dispatcher.runs
@@ -136,7 +136,7 @@ async def test_a_request_is_announced_then_dispatched(frontend, dispatcher, cont
 
 async def test_tickets_cannot_be_guessed_from_one_another(frontend, dispatcher):
     dispatcher.go_on.set()
-    tickets = [frontend.start(f"rid{n}", ITEMS, 1).ticket for n in range(50)]
+    tickets = [frontend.start(f"rid{n}", ITEMS).ticket for n in range(50)]
     await idle(frontend)
     assert len(set(tickets)) == 50
     assert min(map(len, tickets)) >= 22
@@ -156,7 +156,7 @@ async def test_a_failure_ends_the_request_with_its_reason(
     """The receiver and the decode server are told; of a surprise without its details."""
     dispatcher.error = error
     dispatcher.go_on.set()
-    expect = frontend.start("rid", ITEMS, 1, slot)
+    expect = frontend.start("rid", ITEMS, slot)
     await idle(frontend)
     (_, (verb, ticket, failure)) = control.told
     assert (verb, ticket) == ("fail", expect.ticket)
@@ -167,7 +167,7 @@ async def test_a_failure_ends_the_request_with_its_reason(
 
 async def test_without_a_receiver_nothing_is_dispatched(frontend, dispatcher, control):
     control.endpoint_error = UnavailableError("no answer")
-    expect = frontend.start("rid", ITEMS, 1)
+    expect = frontend.start("rid", ITEMS)
     await idle(frontend)
     assert control.told == [("fail", expect.ticket, control.endpoint_error)]
     assert not dispatcher.runs
@@ -177,10 +177,10 @@ async def test_without_a_receiver_nothing_is_dispatched(frontend, dispatcher, co
 async def test_a_cancelled_request_is_cancelled_everywhere_and_no_other(
     frontend, dispatcher, control, slot, begun
 ):
-    first = frontend.start("first", ITEMS, 1, slot)
+    first = frontend.start("first", ITEMS, slot)
     if begun:
         await dispatcher.started.wait()
-    second = frontend.start("second", ITEMS, 1)
+    second = frontend.start("second", ITEMS)
     frontend.cancel("first")
     frontend.cancel("never started")
     dispatcher.go_on.set()
@@ -192,11 +192,11 @@ async def test_a_cancelled_request_is_cancelled_everywhere_and_no_other(
 
 
 async def test_an_id_that_is_used_again_belongs_to_the_later_request(frontend, dispatcher, control):
-    first = frontend.start("rid", ITEMS, 1)
+    first = frontend.start("rid", ITEMS)
     dispatcher.gates[first.ticket] = asyncio.Event()
     await dispatcher.started.wait()
     dispatcher.started.clear()
-    second = frontend.start("rid", ITEMS, 1)
+    second = frontend.start("rid", ITEMS)
     await dispatcher.started.wait()
     dispatcher.error = EncodeError("x")
     dispatcher.gates[first.ticket].set()
@@ -220,14 +220,14 @@ async def test_no_connection_keeps_a_requests_media(frontend, dispatcher, monkey
         return run(*args, **options)
 
     monkeypatch.setattr(dispatcher, "run", noting)
-    frontend.start("rid", ITEMS, 1)
+    frontend.start("rid", ITEMS)
     dispatcher.go_on.set()
     await idle(frontend)
     assert seen == [("none", "rid")]
 
 
 async def test_everything_can_be_cancelled_at_once(frontend, dispatcher, control):
-    tickets = {frontend.start(rid, ITEMS, 1).ticket for rid in ("a", "b")}
+    tickets = {frontend.start(rid, ITEMS).ticket for rid in ("a", "b")}
     await dispatcher.started.wait()
     frontend.cancel_all()
     await idle(frontend)
@@ -248,7 +248,7 @@ def told(slot: Slot) -> LayoutReply | None:
 @pytest.mark.parametrize("known", [True, False])
 async def test_the_decode_server_is_told_the_layouts(frontend, dispatcher, slot, described, known):
     dispatcher.layouts = {0: described()} if known else {}
-    frontend.start("rid", ITEMS, 1, slot)
+    frontend.start("rid", ITEMS, slot)
     await dispatcher.started.wait()
     assert not slot.settled
     dispatcher.go_on.set()
@@ -260,7 +260,7 @@ async def test_the_end_of_each_request_is_told(frontend, dispatcher):
     ends: list[tuple[str, str]] = []
 
     def start(rid: str) -> None:
-        frontend.start(rid, ITEMS, 1)
+        frontend.start(rid, ITEMS)
         frontend.underway(rid).add_done_callback(
             lambda ended: ends.append((rid, ended.result().code if ended.result() else ""))
         )
@@ -294,7 +294,7 @@ async def test_the_end_of_each_request_is_told(frontend, dispatcher):
 
 
 async def test_a_listener_that_is_cancelled_takes_nothing_along(frontend, dispatcher, control):
-    expect = frontend.start("rid", ITEMS, 1)
+    expect = frontend.start("rid", ITEMS)
     frontend.underway("rid").cancel()
     dispatcher.go_on.set()
     await idle(frontend)
@@ -335,7 +335,7 @@ def asking(dispatcher, control, known):
 async def test_only_what_the_receiver_needs_is_sent(asking, dispatcher, control, known):
     frontend = asking()
     dispatcher.layouts = {2: layout_of(MIXED[2])}
-    expect = frontend.start("rid", MIXED, 1)
+    expect = frontend.start("rid", MIXED)
     ended = frontend.underway("rid")
     assert expect.keys == (b"a" * 32, b"b" * 32, b"", b"")
     await dispatcher.started.wait()
@@ -354,25 +354,39 @@ async def test_only_what_the_receiver_needs_is_sent(asking, dispatcher, control,
     assert dispatcher.runs[-1][1] == MIXED[:1]
 
 
-@pytest.mark.parametrize(("consumers", "listens"), [(1, False), (3, True)])
-async def test_what_samples_need_is_heard_after_the_deadline(
-    dispatcher, control, monkeypatch, consumers, listens
+async def test_what_an_earlier_request_has_learnt_of_fetched_media_is_known(dispatcher, control):
+    """Another for the same items fetches them only where it has to."""
+    url = [EncodeItem(0, "IMAGE", "image 1 of 1", url="https://host/a.png")]
+    frontend, known = Frontend(dispatcher, control, TIMEOUT_S), {}
+    dispatcher.layouts = {0: ItemLayout(b"k" * 32, layout_of(MIXED[0]).layout)}
+    dispatcher.go_on.set()
+    first = frontend.start("first", url, known=known)
+    await idle(frontend)
+    assert (first.keys, known) == ((), dispatcher.layouts)
+    control.talks = True
+    second = frontend.start("second", url, known=known)
+    assert second.keys == (b"k" * 32,)
+    control.needs(second.ticket, over=True)
+    await idle(frontend)
+    assert len(dispatcher.runs) == 1
+
+
+async def test_a_request_that_no_scheduler_asks_for_is_over_at_its_deadline(
+    dispatcher, control, monkeypatch
 ):
-    """They come when the first of them has been prefilled, and have their time from then."""
+    """All was delivered, and the receiver ends it."""
     monkeypatch.setattr("sglang_epd.language.frontend._GRACE_S", 0.0)
     control.talks = True
     dispatcher.go_on.set()
     frontend = Frontend(dispatcher, control, 1.0)
-    expect = frontend.start("rid", ITEMS, consumers)
-    await asyncio.sleep(1.5)
-    assert bool(len(frontend)) == listens
-    control.needs(expect.ticket, over=True)
+    frontend.start("rid", ITEMS)
     await idle(frontend)
+    assert [told for told, *_ in control.told] == ["expect"]
 
 
 async def test_a_request_is_under_way_with_its_first_item(asking, dispatcher, control):
     frontend = asking(first_item=True)
-    expect = frontend.start("rid", MIXED, 1)
+    expect = frontend.start("rid", MIXED)
     underway = frontend.underway("rid")
     assert expect.waits
     await dispatcher.started.wait()
@@ -391,7 +405,7 @@ async def test_nothing_is_sent_of_what_is_here_and_the_decode_server_knows_it(
     asking, dispatcher, control, slot
 ):
     frontend = asking()
-    expect = frontend.start("rid", MIXED[:2], 1, slot)
+    expect = frontend.start("rid", MIXED[:2], slot)
     control.needs(expect.ticket)
     await until(lambda: slot.settled)
     assert told(slot).items == [layout_of(item) for item in MIXED[:2]]
@@ -404,7 +418,7 @@ async def test_nothing_is_sent_of_what_is_here_and_the_decode_server_knows_it(
 async def test_everything_is_sent_where_the_receiver_says_nothing(asking, dispatcher, monkeypatch):
     monkeypatch.setattr(frontend_module, "_WORD_TIMEOUT_S", 0.01)
     frontend = asking()
-    frontend.start("rid", MIXED[:2], 1)
+    frontend.start("rid", MIXED[:2])
     async with asyncio.timeout(5):
         await dispatcher.started.wait()
     assert dispatcher.runs[0][1] == MIXED[:2]
@@ -418,7 +432,7 @@ async def test_what_is_on_its_way_is_not_sent_again_when_the_receiver_says_so_la
     """A scheduler in a long pass claims late: it does not know of what went meanwhile."""
     monkeypatch.setattr(frontend_module, "_WORD_TIMEOUT_S", 0.01)
     frontend = asking()
-    expect = frontend.start("rid", MIXED[:2], 1)
+    expect = frontend.start("rid", MIXED[:2])
     await asyncio.wait_for(dispatcher.started.wait(), 5)
     control.needs(expect.ticket, 0, 1)
     await asyncio.sleep(0.01)
@@ -433,7 +447,7 @@ async def test_what_is_on_its_way_is_not_sent_again_when_the_receiver_says_so_la
 
 async def test_what_is_needed_later_and_fails_ends_the_request(asking, dispatcher, control):
     frontend = asking()
-    expect = frontend.start("rid", MIXED[:1], 1)
+    expect = frontend.start("rid", MIXED[:1])
     control.needs(expect.ticket)
     await asyncio.sleep(0.01)
     dispatcher.error = UnavailableError("no encoder")
@@ -450,7 +464,7 @@ async def test_an_encoder_that_tells_another_key_is_not_believed(
     frontend = asking()
     dispatcher.layouts = {0: ItemLayout(b"z" * 32, layout_of(MIXED[2]).layout)}
     dispatcher.go_on.set()
-    frontend.start("rid", [EncodeItem(0, "IMAGE", "image 1 of 1", data=b"c")], 1)
+    frontend.start("rid", [EncodeItem(0, "IMAGE", "image 1 of 1", data=b"c")])
     await idle(frontend)
     assert known.find(b"z" * 32) is None
 
@@ -474,7 +488,7 @@ async def test_where_items_came_from_is_counted_and_told(
     frontend = asking(tally=tally)
     dispatcher.sources = told
     dispatcher.go_on.set()
-    expect = frontend.start("rid", MIXED, 1)
+    expect = frontend.start("rid", MIXED)
     await dispatcher.started.wait()
     assert frontend.account("rid") is None
     control.needs(expect.ticket)
@@ -489,17 +503,17 @@ async def test_requests_may_rest_on_the_prefix_cache_if_all_their_layouts_are_kn
 ):
     monkeypatch.setattr(frontend_module, "_WORD_TIMEOUT_S", 0.01)
     frontend = asking(ask_prefix=True)
-    some = frontend.start("some", MIXED, 1)
+    some = frontend.start("some", MIXED)
     assert some.keys
     assert not some.layouts
-    every = frontend.start("every", MIXED[:2], 1)
+    every = frontend.start("every", MIXED[:2])
     assert every.layouts == tuple(layout_of(item).layout for item in MIXED[:2])
     assert every.announcer == control.name
     await asyncio.sleep(0.05)
     sent = {run[0].ticket for run in dispatcher.runs}
     assert every.ticket not in sent, "the scheduler may take longer"
     # It had them, and lost them.
-    again = Expect("again", 2, 1, TIMEOUT_S, every.keys, every.layouts)
+    again = Expect("again", 2, TIMEOUT_S, every.keys, every.layouts)
     frontend.again("every", MIXED[:2], again)
     control.needs("again", 0, 1)
     dispatcher.go_on.set()
@@ -508,7 +522,7 @@ async def test_requests_may_rest_on_the_prefix_cache_if_all_their_layouts_are_kn
         with pytest.raises(ProtocolError):
             frontend.again("every", others, again)
     # Its key was told by an encoder.
-    fetched = Expect("fetched", 1, 1, TIMEOUT_S, (b"d" * 32,), every.layouts[:1])
+    fetched = Expect("fetched", 1, TIMEOUT_S, (b"d" * 32,), every.layouts[:1])
     frontend.again("fetched", MIXED[3:], fetched)
     frontend.cancel_all()
     await idle(frontend)
@@ -519,7 +533,7 @@ async def test_a_request_whose_media_fail_is_counted_by_what_failed(dispatcher, 
     frontend = Frontend(dispatcher, control, TIMEOUT_S, tally=tally)
     dispatcher.error = MediaError("image 1 of 1: cut off")
     dispatcher.go_on.set()
-    expect = frontend.start("rid", ITEMS, 1, parent=recorded.root)
+    expect = frontend.start("rid", ITEMS, parent=recorded.root)
     await idle(frontend)
     assert tally.counts["failures", "MediaError"] == 1
     span = recorded.only("epd_media")
@@ -535,7 +549,7 @@ async def test_the_media_of_a_request_that_failed_are_gone_with_it(frontend, dis
     dispatcher.go_on.set()
     gc.disable()
     try:
-        frontend.start("rid", [EncodeItem(0, "IMAGE", "image 1 of 1", data=media)], 1)
+        frontend.start("rid", [EncodeItem(0, "IMAGE", "image 1 of 1", data=media)])
         await idle(frontend)
         dispatcher.error = None
         dispatcher.runs.clear()

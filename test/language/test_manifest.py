@@ -23,7 +23,7 @@ from sglang_epd.wire.messages import (
 )
 
 SECRET = bytes(range(32))
-EXPECT = Expect("ticket", 3, 2, 60.0)
+EXPECT = Expect("ticket", 3, 60.0)
 LAYOUT = Layout("IMAGE", TensorSpec("bfloat16", (7, 8)), [[1, 2, 14]], {"fps": [2.0]})
 SETTLED = Settled("4", (Landed(b"k" * 32, LAYOUT, 112, 5, 4096),))
 READERS = [manifest.read_expect, manifest.read_settled]
@@ -41,7 +41,6 @@ expects = st.builds(
     Expect,
     ticket=st.text(max_size=24),
     items=st.integers(1, 4096),
-    consumers=st.integers(1, 999),
     ttl_s=st.floats(1e-3, 1e6),
 )
 landed = st.builds(Landed, st.binary(max_size=32), st.just(LAYOUT), counts, counts, counts)
@@ -120,13 +119,13 @@ def test_what_another_server_wrote_or_was_cut_is_refused(read, message):
 def test_the_code_of_one_message_is_not_that_of_another():
     (theirs,) = manifest.write(EXPECT, SECRET)
     code = base64.b64decode(theirs)[:32]
-    forged = code + encode_message(Expect("stolen", 3, 2, 60.0))
+    forged = code + encode_message(Expect("stolen", 3, 60.0))
     with pytest.raises(ProtocolError, match="not written by this server"):
         manifest.read_expect([base64.b64encode(forged).decode()], SECRET)
 
 
 def test_a_user_cannot_make_a_scheduler_read_a_long_manifest():
-    long = Expect("t" * MAX_HEADER_BYTES, 1, 1, 60.0)
+    long = Expect("t" * MAX_HEADER_BYTES, 1, 60.0)
     with pytest.raises(ProtocolError):
         manifest.read_expect(manifest.write(long, SECRET), SECRET)
 

@@ -124,7 +124,7 @@ class World:
             for number in range(items)
         ]
         keys = tuple(bytes([number]) * 32 for number in range(items))
-        expect = Expect(f"ticket {rid}", items, 1, 60.0, keys, (LAYOUT,) * items)
+        expect = Expect(f"ticket {rid}", items, 60.0, keys, (LAYOUT,) * items)
         inputs = SimpleNamespace(mm_items=mm_items)
         rows = [Rows(number, 0, ROWS) for number in range(items)]
         carrier = SimpleNamespace(rid=rid, http_worker_ipc=worker, mm_inputs=inputs)

@@ -52,6 +52,8 @@ arg_groups.fields.serving
 configs.load_config
     checkpoint: LoadConfig(load_format download_dir)
     checkpoint: LoadFormat(AUTO DUMMY MISTRAL NPCACHE PT)
+constrained.grammar_manager
+    seams/prefix: GrammarManager(grammar_queue)
 disaggregation.common.conn
     seams/bootstrap: CommonKVBootstrapServer(app)
 disaggregation.encoder.preprocessor
@@ -106,7 +108,7 @@ managers.scheduler
     seams/early: Scheduler(is_generation page_size)
     seams/idle: Scheduler(idle_sleeper _prefill_decode_interval_remaining)
     seams/prefix: Scheduler(tree_cache waiting_queue disagg_prefill_bootstrap_queue chunked_req
-        running_batch disagg_prefill_inflight_queue beam_coordinator)
+        running_batch disagg_prefill_inflight_queue beam_coordinator grammar_manager)
     seams/scheduler: Scheduler(mm_receiver idle_sleeper model_config)
 managers.scheduler_components.idle_sleeper
     seams/scheduler: IdleSleeper(poller)

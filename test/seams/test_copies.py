@@ -261,7 +261,7 @@ async def gather(copies, processor, sglang, tmp_path) -> AsyncIterator[Callable[
                 namespace="n",
                 name="encoder",
             )
-            claims.claim("t", Expect("t", items, 1, PATIENCE_S))
+            claims.claim("t", Expect("t", items, PATIENCE_S))
             asked = [EncodeItem(n, "IMAGE", f"{n}", data=b"%d" % n) for n in range(items)]
             reply_to = ReplyTo(receiver.endpoint, "t")
             with service.receiving() as room:

@@ -44,7 +44,7 @@ def request_of(sglang):
 
 
 def read(request: Any, items: int, *, apart: bool = False) -> Any:
-    return early.reader(PROCESSOR, apart=apart)(request, Expect("ticket", items, 1, 60.0))
+    return early.reader(PROCESSOR, apart=apart)(request, Expect("ticket", items, 60.0))
 
 
 def test_items_are_numbered_by_modality_and_found_by_place(request_of):

@@ -114,7 +114,7 @@ def tokenized(sglang, manager) -> Callable[..., Any]:
 
 
 def started(manager: Any) -> list[str]:
-    return [rid for rid, _, _ in manager.mm_receiver.frontend.started]
+    return [rid for rid, _ in manager.mm_receiver.frontend.started]
 
 
 def test_a_request_waits_for_its_media_with_its_manifest(manager, asked, tokenized):

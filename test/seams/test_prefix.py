@@ -288,6 +288,20 @@ def queue(scheduler, gate):
     return SchedulerQueue(scheduler)
 
 
+def test_what_sglang_refused_without_queueing_it_needs_no_item(scheduler, monkeypatch):
+    forgone: list[str] = []
+    waits = {"encoder_urls": [], "need_wait_for_mm_inputs": True}
+    taken = [request(rid, **waits) for rid in ("refused", "compiles", "queued")]
+    scheduler.grammar_manager = SimpleNamespace(grammar_queue=[request("compiles")])
+    # One that SGLang takes in a later tick is among them, too.
+    leader = SimpleNamespace(undecided={"refused", "compiles", "held"}, forgo=forgone.append)
+    monkeypatch.setattr(prefix.Installed, "leader", leader)
+    prefix.forgo_refused(scheduler, [*taken, SimpleNamespace(rid="an abort")])
+    assert forgone == ["refused"]
+    prefix.forgo_refused(scheduler, [SimpleNamespace(batch=taken)])
+    assert forgone == ["refused"] * 2
+
+
 @pytest.mark.parametrize(
     ("mode", "retracted", "asked"),
     [("DECODE", True, False), ("DECODE", False, True), ("NULL", True, True)],

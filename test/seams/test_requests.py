@@ -138,13 +138,26 @@ async def test_a_request_is_gone_with_its_answers(manager):
         gc.enable()
 
 
-async def test_a_request_that_is_over_is_not_aborted_when_its_connection_ends(obj, manager):
+class Gone:
+    async def receive(self) -> dict[str, str]:
+        return {"type": "http.disconnect"}
+
+
+class GoneByGrpc:
+    """As SGLang's gRPC server beside HTTP has clients."""
+
+    async def is_disconnected(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("gone", [Gone, GoneByGrpc])
+async def test_a_request_that_is_over_is_not_aborted_when_its_connection_ends(obj, manager, gone):
     """Its id may be the beginning of another's."""
-    async with requests.aborted_when_left(manager, obj, Gone()):
+    async with requests.aborted_when_left(manager, obj, gone()):
         await asyncio.sleep(0.1)
     assert manager.aborted == ["rid"]
     manager.rid_to_state.clear()
-    async with requests.aborted_when_left(manager, obj, Gone()):
+    async with requests.aborted_when_left(manager, obj, gone()):
         await asyncio.sleep(0.1)
     assert manager.aborted == ["rid"]
 
@@ -154,11 +167,6 @@ async def test_what_runs_in_the_background_needs_no_client(obj, manager):
     async with requests.aborted_when_left(manager, obj, Gone()):
         await asyncio.sleep(0.1)
     assert manager.aborted == []
-
-
-class Gone:
-    async def receive(self) -> dict[str, str]:
-        return {"type": "http.disconnect"}
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import gc
 import time
 import weakref
@@ -36,10 +37,10 @@ class FakeFrontend:
         self.cancelled: list[str] = []
         self.sent_again: list[tuple] = []
 
-    def start(self, rid, items, consumers, slot, parent=None) -> Expect:
-        self.started.append((rid, [item.data for item in items], consumers))
+    def start(self, rid, items, slot=None, known=None, parent=None) -> Expect:
+        self.started.append((rid, [item.data for item in items]))
         self.slots.append(slot)
-        return Expect(f"ticket of {rid}", len(items), consumers, 60.0)
+        return Expect(f"ticket of {rid}", len(items), 60.0)
 
     def cancel(self, rid) -> None:
         self.cancelled.append(rid)
@@ -146,7 +147,7 @@ def told(seam: TokenizerSeam, room: int) -> tuple[str, str]:
 
 async def test_items_are_sent_for_again_while_their_request_is_live(seam, frontend):
     live = attach(seam, rid=Request(images=[b"1", b"2"]))
-    expect = Expect("another ticket", 2, 1, 60.0)
+    expect = Expect("another ticket", 2, 60.0)
     await seam.send_again("rid", expect)
     assert frontend.sent_again == [("rid", [b"1", b"2"], expect)]
     del live["rid"]
@@ -158,12 +159,52 @@ async def test_items_are_sent_for_again_while_their_request_is_live(seam, fronte
 def test_each_prompt_of_a_batch_is_a_request(seam, frontend):
     with_image, without, other = Request("a", [b"1"]), Request("b"), Request("c", [b"2"])
     seam.send_encode_request(Batch(with_image, without, other))
-    assert [(rid, data) for rid, data, _ in frontend.started] == [("a", [b"1"]), ("c", [b"2"])]
+    assert frontend.started == [("a", [b"1"]), ("c", [b"2"])]
     assert without.need_wait_for_mm_inputs is None
     for prompt in (with_image, without, other):
         carried = SimpleNamespace(encoder_urls=None)
         assert seam.carry(lambda _manager, _prompt, one=carried: one, None, prompt) is carried
         assert (carried.encoder_urls is None) == (prompt is without)
+
+
+@pytest.mark.parametrize("waits", [True, False])
+async def test_each_sample_of_a_prompt_is_announced_for_itself(seam, frontend, sglang, waits):
+    """SGLang sends copies: one that fills the prefix cache, then one a sample."""
+    sglang("managers.io_struct")
+    seam._lays_out = None
+    live = attach(seam)
+    prompts = [Request("a", [b"1"]), Request("b", [b"2"])]
+    seam.begin_to_encode(
+        lambda _manager, obj: seam.send_encode_request(obj),
+        None,
+        Batch(*prompts, parallel_sample_num=2),
+    )
+    made = [SimpleNamespace(rid="", encoder_urls=None, need_wait_for_mm_inputs=True) for _ in "ab"]
+    for prompt, one in zip(prompts, made, strict=True):
+        seam.carry(lambda _manager, _prompt, one=one: one, None, prompt)
+        one.need_wait_for_mm_inputs = waits  # not, where its media are encoded here
+    sent = []
+
+    async def send(_manager, one):
+        told = manifest.carried(one)
+        sent.append(told and manifest.read_expect(told, rundir.secret()).ticket)
+
+    began = []
+    for which, rid in ((0, "w0"), (1, "w1"), (0, "s0"), (0, "s1"), (1, "s2"), (1, "s3")):
+        one = copy.copy(made[which])
+        one.rid = rid
+        live[rid] = SimpleNamespace(obj=copy.copy(prompts[which]))
+        if rid in ("w0", "w1", "s0"):
+            began.append([rid for rid, _ in frontend.started])
+        await seam.send(send, None, one)
+    if waits:
+        assert sent == [f"ticket of {rid}" for rid in ("a", "b", "s0", "s1", "s2", "s3")]
+        # The next prompt when the one before it is sent, and no sooner: all of them could take
+        # the memory that the first one needs.
+        assert began == [["a"], ["a", "b"], ["a", "b"]]
+    else:
+        assert sent == [None] * 6
+        assert frontend.started == [("a", [b"1"])]
 
 
 def test_what_sglang_logs_of_a_request_has_no_manifest(sglang, seam):
@@ -268,7 +309,7 @@ async def test_a_large_request_is_read_before_it_is_begun(
         answers = manager.generate_request(Request("a", images), "http")
         assert [answer["number"] async for answer in answers] == [0, 1, 2]
     assert begun == [True, False]
-    assert [len(data) for _, (data,), _ in frontend.started] == [2 << 20, 1]
+    assert [len(data) for _, (data,) in frontend.started] == [2 << 20, 1]
 
 
 async def test_a_client_that_leaves_while_media_are_read_leaves_nothing(seam, monkeypatch):
@@ -295,7 +336,7 @@ async def test_a_client_that_leaves_while_media_are_read_leaves_nothing(seam, mo
 async def test_large_media_are_read_in_a_thread_when_they_are_sent_for_again(seam, frontend):
     request = Request(images=[bytes(2 << 20)])
     attach(seam, rid=request)
-    again = asyncio.create_task(seam.send_again("rid", Expect("another ticket", 1, 1, 60.0)))
+    again = asyncio.create_task(seam.send_again("rid", Expect("another ticket", 1, 60.0)))
     await asyncio.sleep(0)
     assert not frontend.sent_again  # the event loop goes on meanwhile
     await again
@@ -451,13 +492,47 @@ def receive(seam, adaptive):
 async def test_a_prompts_inputs_are_made_of_what_was_received(receive, frontend, collector, sglang):
     collector.items = [received(1.0), received(2.0)]
     inputs = await receive(Request(images=[b"1", b"2"]), [-1, 7, -1])
-    assert frontend.started == [("rid", [b"1", b"2"], 1)]
-    assert collector.expected == [Expect("ticket of rid", 2, 1, 60.0)]
+    assert frontend.started == [("rid", [b"1", b"2"])]
+    assert collector.expected == [Expect("ticket of rid", 2, 60.0)]
     image = sglang("managers.schedule_batch").Modality.IMAGE
     assert [item.modality for item in inputs.mm_items] == [image, image]
     for mm_item, item in zip(inputs.mm_items, collector.items, strict=True):
         assert mm_item.precomputed_embeddings.data_ptr() == item.embedding.data_ptr()
         assert mm_item.identity == item.key
+
+
+async def test_what_has_been_sent_holds_no_receive_memory(receive, seam, collector):
+    """SGLang keeps the prompt until its answer has ended."""
+    attach(seam)
+    seam._lays_out = lambda processor: processor
+    collector.items = [received(1.0)]
+    one = SimpleNamespace(rid="rid", mm_inputs=await receive(Request(images=[b"1"]), [-1]))
+    sent = []
+
+    async def send(_manager, tokenized):
+        (mm_item,) = tokenized.mm_inputs.mm_items
+        sent.append(mm_item.precomputed_embeddings is not None)
+
+    for _ in "ab":
+        await seam.send(send, None, one)
+    assert sent == [True, False]
+
+
+async def test_what_has_no_media_is_sent_as_it_is(seam):
+    attach(seam)
+    seam._lays_out = lambda processor: processor
+    await seam.send(lambda *_: asyncio.sleep(0), None, SimpleNamespace(rid="r", mm_inputs=None))
+
+
+async def test_a_prompt_that_is_sampled_holds_no_receive_memory(receive, seam, collector):
+    """Its samples come when all prompts beside it are in the prefix cache."""
+    collector.items = [received(1.0)]
+    sampled = Request(images=[b"1"])
+    batch = Batch(sampled, parallel_sample_num=2)
+    seam.begin_to_encode(lambda _manager, _obj: None, None, batch)
+    (mm_item,) = (await receive(sampled, [-1])).mm_items
+    assert torch.equal(mm_item.precomputed_embeddings, collector.items[0].embedding)
+    assert mm_item.precomputed_embeddings.data_ptr() != collector.items[0].embedding.data_ptr()
 
 
 @pytest.mark.parametrize(

@@ -86,7 +86,6 @@ class Books:
         self,
         ticket: str = "t",
         letters: str = "?",
-        consumers: int = 1,
         ttl_s: float = 10.0,
         *,
         laid: bool = False,
@@ -100,7 +99,7 @@ class Books:
         """
         keys = tuple(b"" if letter == "?" else key(letter) for letter in letters)
         layouts = (LAYOUT,) * len(keys) if laid else ()
-        message = wire.Expect(ticket, len(keys), consumers, ttl_s, keys, layouts, waits=waits)
+        message = wire.Expect(ticket, len(keys), ttl_s, keys, layouts, waits=waits)
         self.ledger.expect(message, 0.0, watcher=TOKENIZER)
         return message
 

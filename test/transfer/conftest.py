@@ -128,7 +128,7 @@ class Scheduler:
 
     def expecting(self, name: str = "r", ticket: str = "t", **more: object) -> wire.Expect:
         """Claim a ticket's items under a name, and see that the receiver knows."""
-        values = {"items": 1, "consumers": 1, "ttl_s": 60.0, **more}
+        values = {"items": 1, "ttl_s": 60.0, **more}
         expect = wire.Expect(ticket, **values)
         self.claims.claim(name, expect)
         self.flush()

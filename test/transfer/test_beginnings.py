@@ -88,7 +88,7 @@ class TestByMooncake:
 
 @pytest.fixture
 def early(scheduler: Scheduler) -> Scheduler:
-    scheduler.claims.claim("r", wire.Expect("t", 1, 1, 60.0), early=True)
+    scheduler.claims.claim("r", wire.Expect("t", 1, 60.0), early=True)
     scheduler.flush()
     return scheduler
 

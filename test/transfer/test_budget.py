@@ -66,7 +66,7 @@ async def test_a_burst_over_the_budget_arrives_without_memory_growing(
         try:
             tickets = {secrets.token_hex(8): number for number in range(REQUESTS)}
             for ticket in tickets:
-                scheduler.claims.claim(ticket, Expect(ticket, 1, 1, 120.0))
+                scheduler.claims.claim(ticket, Expect(ticket, 1, 120.0))
             scheduler.flush()
             own, its = forget_peak("self"), forget_peak(process.pid)
             burst = asyncio.gather(*(encoder.send(*about) for about in tickets.items()))

@@ -16,7 +16,7 @@ from sglang_epd.wire import messages as wire
 from transfer.conftest import EMBEDDING, PATIENCE_S
 from waiting import reached, until
 
-EXPECT = wire.Expect("t", 1, 1, 60.0)
+EXPECT = wire.Expect("t", 1, 60.0)
 
 
 @pytest.fixture
@@ -115,7 +115,7 @@ async def test_what_became_of_them_instead_is_raised(receiver, control):
 
 async def test_each_claim_gets_its_own_outcome(receiver, control, dial):
     claims = [
-        asyncio.create_task(control.claim(wire.Expect(f"t{number}", 1, 1, 60.0)))
+        asyncio.create_task(control.claim(wire.Expect(f"t{number}", 1, 60.0)))
         for number in range(5)
     ]
     await until(lambda: claimed(receiver._ledger) == 5)
@@ -133,7 +133,7 @@ async def test_a_claim_that_is_cancelled_is_abandoned(receiver, control, encoder
         await claim
     await until(lambda: not len(receiver._ledger))
     assert encoder.offer().reason == wire.DECLINE_CANCELLED
-    await control.expect(wire.Expect("next", 1, 1, 60.0))
+    await control.expect(wire.Expect("next", 1, 60.0))
     await until(lambda: len(receiver._ledger) == 1)
     await until(lambda: not control._claims)
 
@@ -171,7 +171,7 @@ async def test_a_claim_that_is_never_answered_ends(receiver, control, encoder, m
     monkeypatch.setattr(control_module, "GRACE_S", 0.05)
     monkeypatch.setattr(control, "_on_settled", lambda _message: None)
     with pytest.raises(UnavailableError, match="does not answer"):
-        await control.claim(wire.Expect("t", 1, 1, 0.05))
+        await control.claim(wire.Expect("t", 1, 0.05))
     await until(lambda: not len(receiver._ledger))
 
 
@@ -191,7 +191,7 @@ async def test_a_claim_that_cannot_be_made_leaves_nothing(receiver, control, mon
 async def test_a_receiver_that_reads_nothing_blocks_nobody(control, caplog):
     with pytest.raises(UnavailableError, match="does not read"):
         for number in range(5000):
-            await control.expect(wire.Expect(f"t{number}", 1, 1, 60.0))
+            await control.expect(wire.Expect(f"t{number}", 1, 60.0))
     await control.cancel("t0")
     await control.fail("t1", EncodeError("x"))
     assert "Cancel is not told" in caplog.text
@@ -226,7 +226,7 @@ async def sent_for_again(router, control):
     """The media of a request, before the receiver says where it is."""
     asked = asyncio.create_task(control.endpoint(PATIENCE_S))
     peer, _ = await heard(router, wire.Hello)
-    say(router, peer, wire.Again("rid", wire.Expect("u", 1, 1, 60.0, announcer=control.name)))
+    say(router, peer, wire.Again("rid", wire.Expect("u", 1, 60.0, announcer=control.name)))
     say(router, peer, wire.Welcome("tcp://here", "", 0, b"", 1))
     assert await asked == "tcp://here"
 
@@ -292,10 +292,10 @@ async def test_items_are_asked_for_again_where_they_were_announced(
 
             control.listen(again)
             await control.endpoint(PATIENCE_S)
-            await control.expect(wire.Expect(f"t{number}", 1, 1, 60.0))
+            await control.expect(wire.Expect(f"t{number}", 1, 60.0))
             await asyncio.to_thread(scheduler.flush)
-        lost = [wire.Expect("u", 1, 1, 60.0, announcer=one.name) for one in controls]
-        gone = wire.Expect("v", 1, 1, 60.0, announcer="a process that ended")
+        lost = [wire.Expect("u", 1, 60.0, announcer=one.name) for one in controls]
+        gone = wire.Expect("v", 1, 60.0, announcer="a process that ended")
         scheduler.claims.again("gone", gone)
         for number in (0, 1, 0):
             scheduler.claims.again("rid", lost[number])
@@ -318,7 +318,7 @@ async def test_a_second_request_for_the_same_item_needs_no_encoder(
     try:
         arena = await control.arena(PATIENCE_S)
         for ticket, needed in (("t", (0,)), ("u", ())):
-            expect = wire.Expect(ticket, 1, 1, 60.0, (key,))
+            expect = wire.Expect(ticket, 1, 60.0, (key,))
             with control.watched(ticket) as news:
                 async with asyncio.timeout(PATIENCE_S):
                     await control.expect(expect)
@@ -392,7 +392,7 @@ def test_claims_made_before_there_is_a_receiver_wait_for_it(control_path, start_
     control_path.parent.mkdir()
     claims = Claims(control_path)
     for number in range(2000):
-        claims.claim(f"r{number}", wire.Expect("t", 1, 5000, 1e-3))
+        claims.claim(f"r{number}", wire.Expect(f"t{number}", 1, 1e-3))
     start_receiver()
     settled: set[str] = set()
     while len(settled) < 2000:

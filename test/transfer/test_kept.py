@@ -80,17 +80,16 @@ def test_what_is_here_is_not_needed_again():
 
 def test_it_is_found_while_others_hold_or_read_it_and_stays_until_all_have_dropped_it():
     books = keeping()
-    first = books.expect("t", "a", consumers=2)
+    first = books.expect("t", "a")
     books.deliver("t", 0, "a")
     (early,) = claimed(books, books.expect("u", "a"))
     books.drop(*early)
     assert not books.kept, "its own request is not through with it"
-    (one,), (two,) = claimed(books, first), claimed(books, first)
-    assert one == two == early
-    books.drop(*one)
+    (own,) = claimed(books, first)
+    assert own == early
     (late,) = claimed(books, books.expect("v", "a"))
-    assert late == one
-    books.drop(*two)
+    assert late == own
+    books.drop(*own)
     assert not books.kept
     books.drop(*late)
     assert books.kept == "a"
@@ -188,14 +187,14 @@ def test_a_claim_that_overtakes_the_announcement_takes_nothing_along():
     books = keeping()
     serve(books, "t", "a")
     keys = tuple(map(key, "ab"))
-    assert not claimed(books, wire.Expect("u", 2, 1, 100.0, keys))
+    assert not claimed(books, wire.Expect("u", 2, 100.0, keys))
     books.expect("u", "ab")
     assert books.needed() == [wire.Needed("u", (1,))]
     ends = []
     for claim_first in (False, True):
         books = keeping()
         serve(books, "t", "ac")
-        expect = wire.Expect("u", 3, 1, 10.0, tuple(map(key, "abc")), (LAYOUT,) * 3)
+        expect = wire.Expect("u", 3, 10.0, tuple(map(key, "abc")), (LAYOUT,) * 3)
         if claim_first:
             books.claim(expect, covered=(1,))
         books.expect("u", "abc", laid=True)
@@ -213,20 +212,19 @@ def test_of_items_that_are_sent_for_there_is_nothing_to_tell():
     assert books.needed() == [wire.Needed("u", (1,))]
 
 
-def test_samples_may_be_covered_differently():
-    books = keeping()
-    expect = books.expect("t", "ab", consumers=3, laid=True)
-    books.claim(expect, "one", covered=(0, 1))
-    assert books.settled() == [(None, None)]
-    assert books.needed() == [wire.Needed("t")]
-    books.claim(expect, "two", covered=(0,))
-    books.claim(expect, "three")
-    assert books.needed() == [wire.Needed("t", (1,)), wire.Needed("t", (0,))]
-    for item, letter, there in ((1, "b", [False, True]), (0, "a", [True, True])):
-        books.deliver("t", item, letter)
-        assert [[bool(item) for item in landed] for landed in books.settled()] == [there]
-        check_ledger(books.ledger)
-    assert len(books.ledger) == 0
+def test_a_request_that_fails_asks_for_nothing_more():
+    """Its end makes room by what it relied on."""
+    books = keeping(kept_pages=1)
+    books.expect("before", "a")
+    books.deliver("before", 0, "a")
+    books.ledger.cancel("before", 0.0)
+    assert books.kept == "a"
+    books.expect("t", "ba")
+    books.deliver("t", 0, "b")
+    books.needed()
+    books.ledger.fail("t", EncodeError("x"), 0.0)
+    assert books.kept == "b"
+    assert books.needed() == []
 
 
 def seen_before(letters: str) -> Books:
@@ -444,9 +442,10 @@ def test_a_claim_that_follows_another_is_told_of_what_was_here_before_it():
 def test_a_claim_is_told_whether_another_encoder_is_to_send_an_item_of_it():
     books = Books()
     expect = books.expect("t", "?????")
+    books.grant("t", 3, "d", peer=b"third")  # before it was known that it is covered
     books.ledger.claim(SCHEDULER, wire.Claim("c", expect, 0, READERS, (3,), early=True), 0.0)
-    peers = (b"one", b"one", b"other", b"third", b"one")
-    blocks = [books.grant("t", item, "abcde"[item], peer=peer) for item, peer in enumerate(peers)]
+    peers = {0: b"one", 1: b"one", 2: b"other", 4: b"one"}
+    blocks = {item: books.grant("t", item, "abcde"[item], peer=peers[item]) for item in peers}
     for item, elsewhere in [(0, True), (2, True), (1, False)]:
         books.fill(blocks[item])
         told = wire.Arrived("c", item, LAYOUT.tokens, elsewhere=elsewhere)
@@ -619,7 +618,7 @@ class KeptMachine(RuleBasedStateMachine):
         laid_out = known == "layouts"
         keys = tuple(b"" if known == "nothing" else key(letter) for letter in letters)
         expect = wire.Expect(
-            ticket, len(letters), 1, 100.0, keys, (LAYOUT,) * len(letters) if laid_out else ()
+            ticket, len(letters), 100.0, keys, (LAYOUT,) * len(letters) if laid_out else ()
         )
         wanted = every if known == "nothing" else set()
         self.open[ticket] = Told(

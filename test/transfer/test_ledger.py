@@ -62,9 +62,8 @@ class Ticket:
     opened: bool = False
     ended: bool = False
     error: type[Exception] | None = None
-    consumers: int = 0
     deadline: float = 0.0
-    waiting: dict[str, wire.Claim] = field(default_factory=dict)
+    claim: wire.Claim | None = None
     live: dict[int, int] = field(default_factory=dict)
     received: dict[int, int] = field(default_factory=dict)
 
@@ -74,8 +73,8 @@ class Ticket:
 
 
 indices = st.integers(0, 7)
-# Items, consumers, seconds to its deadline.
-shapes = st.tuples(st.integers(1, 3), st.integers(1, 3), st.floats(1, 60))
+# Items, seconds to its deadline.
+shapes = st.tuples(st.integers(1, 3), st.floats(1, 60))
 
 
 class LedgerMachine(RuleBasedStateMachine):
@@ -100,24 +99,18 @@ class LedgerMachine(RuleBasedStateMachine):
     # The model.
 
     def settle(self, ticket: Ticket) -> None:
-        complete = len(ticket.received) == ticket.expect.items
-        if ticket.error is None and not complete:
+        claim, complete = ticket.claim, len(ticket.received) == ticket.expect.items
+        if claim is None or (ticket.error is None and not complete):
             return
-        for name, claim in ticket.waiting.items():
-            if ticket.error is not None:
-                self.due[name] = ticket.error
-                continue
+        if ticket.error is not None:
+            self.due[claim.claim] = ticket.error
+        else:
             grants = [ticket.received[item] for item in range(ticket.expect.items)]
-            self.due[name] = grants
+            self.due[claim.claim] = grants
             for grant in grants:
                 readers = range(claim.first_reader, claim.first_reader + claim.readers)
                 self.memory[grant].readings += readers
-        if ticket.waiting and ticket.error is None:
-            ticket.deadline = max(ticket.deadline, self.now + ticket.expect.ttl_s)
-        ticket.consumers -= len(ticket.waiting)
-        ticket.waiting.clear()
-        if ticket.consumers <= 0:
-            self.end(ticket)
+        self.end(ticket)
 
     def revoke(self, grant: int) -> None:
         memory = self.memory[grant]
@@ -152,7 +145,6 @@ class LedgerMachine(RuleBasedStateMachine):
     def open_model(self, ticket: Ticket) -> None:
         if not ticket.opened:
             ticket.opened = True
-            ticket.consumers = ticket.expect.consumers
             ticket.deadline = self.now + ticket.expect.ttl_s
 
     def pick(self, index: int) -> Ticket:
@@ -210,10 +202,10 @@ class LedgerMachine(RuleBasedStateMachine):
         self.ledger.claim(SCHEDULER, claim, self.now)
         if ticket.ended:
             self.due[name] = ticket.error or ProtocolError
-        elif len(ticket.waiting) >= ticket.consumers:
+        elif ticket.claim is not None:
             self.due[name] = ProtocolError
         else:
-            ticket.waiting[name] = claim
+            ticket.claim = claim
             self.settle(ticket)
 
     @rule(index=indices, item=st.integers(0, 2), pages=st.integers(1, 3))
@@ -352,14 +344,8 @@ class LedgerMachine(RuleBasedStateMachine):
         name = sorted(self.outstanding)[index % len(self.outstanding)]
         self.ledger.abandon(SCHEDULER, name, self.now)
         for ticket in self.tickets:
-            if name not in ticket.waiting:
-                continue
-            del ticket.waiting[name]
-            ticket.consumers -= 1
-            self.due[name] = RequestCancelledError
-            if ticket.consumers <= 0:
+            if ticket.open and ticket.claim is not None and ticket.claim.claim == name:
                 self.fail_model(ticket, RequestCancelledError)
-                self.end(ticket)
 
     @precondition(lambda self: any(memory.quarantined for memory in self.memory.values()))
     @rule()
@@ -392,14 +378,13 @@ class LedgerMachine(RuleBasedStateMachine):
                 self.books.begin(memory.block, rows)
         else:
             self.books.begin(memory.block, rows)
-        if not ticket.waiting:
+        if ticket.claim is None:
             self.claim_of(ticket, 0, 1)
-        for name, claim in ticket.waiting.items():
-            part = f"p{next(self.names)}"
-            asked = wire.TakePart(memory.ticket, name, part, (memory.item,), memory.item)
-            self.ledger.hand_part(SCHEDULER, asked)
-            self.parts[part] = memory
-            memory.readings += range(claim.first_reader, claim.first_reader + claim.readers)
+        claim, part = ticket.claim, f"p{next(self.names)}"
+        asked = wire.TakePart(memory.ticket, claim.claim, part, (memory.item,), memory.item)
+        self.ledger.hand_part(SCHEDULER, asked)
+        self.parts[part] = memory
+        memory.readings += range(claim.first_reader, claim.first_reader + claim.readers)
 
     # What must hold after each of them.
 
@@ -430,7 +415,7 @@ class LedgerMachine(RuleBasedStateMachine):
         check_ledger(self.ledger)
         open_tickets = [ticket for ticket in self.tickets if ticket.open]
         assert len(self.ledger) == len(open_tickets)
-        assert claimed(self.ledger) == sum(len(ticket.waiting) for ticket in open_tickets)
+        assert claimed(self.ledger) == sum(one.claim is not None for one in open_tickets)
 
     @invariant()
     def what_nobody_touches_is_free_and_nothing_else(self):
@@ -489,7 +474,7 @@ class Traffic:
         self.done: set[str] = set()
         for number, items in enumerate(requests):
             ticket = f"t{number}"
-            self.books.claim(wire.Expect(ticket, len(items), 1, 1e6), ticket)
+            self.books.claim(wire.Expect(ticket, len(items), 1e6), ticket)
             self.offers += [offer(ticket, at, pages=pages) for at, pages in enumerate(items)]
         rng.shuffle(self.offers)
 
@@ -573,9 +558,9 @@ def test_items_of_one_that_waits_are_packed_for_its_largest_to_fit():
 
 
 def test_a_request_that_failed_stands_in_nobodys_way():
-    """It stays in the books while not all of its samples have asked for it."""
+    """It stays in the books until it is asked for."""
     traffic = Traffic([[1], *([2, 2, 2] for _ in range(4))], random.Random(1), pages=12)
-    traffic.ledger._entries["t0"].consumers = 2
+    traffic.ledger._entries["t0"].claim = None
     traffic.offers = [message for message in traffic.offers if message.ticket != "t0"]
     traffic.ledger.fail("t0", EncodeError("x"), 0.0)
     traffic.books.outcomes()
@@ -782,9 +767,9 @@ def test_the_deadline_error_counts_what_is_missing_and_names_the_budget_where_th
 
 
 def test_only_requests_that_miss_something_count_as_expired(books):
-    books.expect("complete", consumers=2)
+    books.expect("complete")
     books.deliver("complete")
-    books.expect("failed", consumers=2)
+    books.expect("failed")
     books.ledger.fail("failed", EncodeError("x"), 0.0)
     books.expect("late")
     books.ledger.expire(10.0)
@@ -804,23 +789,11 @@ def test_a_tokenizer_that_keeps_its_request_is_told_of_the_first_item(books, wai
     assert books.settled()
 
 
-def test_samples_have_their_time_from_when_the_first_has_its_items(books):
-    """They come when it has been prefilled, and it may have waited for the scheduler."""
-    expect = books.expect(consumers=3, ttl_s=10.0)
-    books.deliver()
-    books.claim(expect, "first", now=9.0)
-    books.ledger.expire(18.0)
-    books.claim(expect, "second", now=18.0)
-    assert len(books.settled()) == 2
-    books.ledger.expire(28.0)
-    books.claim(expect, "third", now=28.0)
-    assert [outcome.code for outcome in books.outcomes()] == ["DeadlineError"]
-
-
-def test_a_claimant_asks_once(books):
-    expect = books.expect(consumers=2)
+@pytest.mark.parametrize("name", ["c", "another"])
+def test_items_are_claimed_once(books, name):
+    expect = books.expect()
     books.claim(expect)
-    books.claim(expect)
+    books.claim(expect, name)
     (refused,) = books.outcomes()
     assert refused.code == "ProtocolError"
     books.deliver()
@@ -839,8 +812,8 @@ def test_only_so_many_ended_tickets_are_remembered(books, monkeypatch):
 
 def test_books_that_do_not_add_up_are_noticed(books):
     books.claim(books.expect())
-    books.ledger._entries["t"].consumers = 0
-    with pytest.raises(AssertionError, match="without consumers"):
+    books.ledger._entries["t"].error = EncodeError("x")
+    with pytest.raises(AssertionError, match="failed request is still waited for"):
         check_ledger(books.ledger)
 
 
@@ -904,7 +877,7 @@ def test_an_encoder_without_a_name_is_given_the_whole_time(books):
     assert block.state is BlockState.FREE
 
 
-def test_a_block_that_another_sample_may_be_handed_stays(books):
+def test_a_block_that_another_request_was_handed_stays(books):
     reservations = books.reservations
     block = reservations.grant(offer())
     reservations.fill(block)
@@ -1017,26 +990,12 @@ def test_an_item_costs_the_same_whatever_its_requests_size(early):
     assert calls(400) < 6 * calls(100)
 
 
-@pytest.mark.parametrize(("consumers", "granted"), [(1, True), (2, False)])
-def test_what_the_prefix_cache_has_is_not_waited_for(books, consumers, granted):
-    """Unless another sample may need it."""
+def test_what_the_prefix_cache_has_is_not_waited_for(books):
     others_fill_the_upper_half(books)
     books.expect("holder", letters="??")
     books.grant("holder")
-    books.claim(books.expect("t", letters="ab", laid=True, consumers=consumers), covered=(0,))
-    answer = books.ledger.offer(offer("t", 1, letter="b"), 0.0)
-    assert isinstance(answer, Block) == granted
-
-
-def test_what_a_sample_that_has_yet_to_ask_may_need_is_waited_for(books):
-    """The first one, whose items are here, did not need it."""
-    expect = books.expect("t", letters="ab", laid=True, consumers=2)
-    books.claim(expect, covered=(0,))
-    books.deliver("t", 1, letter="b")
-    assert books.settled()
-    assert books.ledger._entries["t"].is_open()
-    books.claim(expect, "second", covered=(0,))
-    assert books.settled()
+    books.claim(books.expect("t", letters="ab", laid=True), covered=(0,))
+    assert isinstance(books.ledger.offer(offer("t", 1, letter="b"), 0.0), Block)
 
 
 @pytest.mark.parametrize("ends", ["withdraws", "says nothing more"])

@@ -104,7 +104,7 @@ class Lossy(RuleBasedStateMachine):
     def new_request(self, items: int) -> None:
         request = Request(str(next(self.tickets)), items)
         self.requests[request.ticket] = request
-        self.scheduler.claims.claim(request.ticket, wire.Expect(request.ticket, items, 1, 600.0))
+        self.scheduler.claims.claim(request.ticket, wire.Expect(request.ticket, items, 600.0))
         for item in range(items):
             self.offer(request, item, item % 2)
 
@@ -357,7 +357,7 @@ async def test_a_hundred_encoders_at_once_that_come_late_and_twice(tmp_path: Pat
 
     try:
         for ticket in tickets:
-            scheduler.claims.claim(ticket, wire.Expect(ticket, 1, 1, 600.0))
+            scheduler.claims.claim(ticket, wire.Expect(ticket, 1, 600.0))
         reading = asyncio.create_task(asyncio.to_thread(read))
         told = await asyncio.gather(*(deliver(one, t) for one in senders for t in tickets))
         # A patient one may hear that another has the grant, which then gives up: as a

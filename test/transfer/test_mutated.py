@@ -20,7 +20,7 @@ from transfer.conftest import EMBEDDING, LAYOUT, Peer, Scheduler
 from transfer.receiver_process import MIB, receiver_process
 
 KEY = b"k" * 32
-EXPECT = wire.Expect("t", 2, 1, 60.0, (KEY, b""), announcer="a")
+EXPECT = wire.Expect("t", 2, 60.0, (KEY, b""), announcer="a")
 # What encoders send; a stranger has no ticket, so none of these names the honest one's.
 FROM_ENCODERS = (
     wire.Offer("x", 0, KEY, LAYOUT, EMBEDDING.nbytes),

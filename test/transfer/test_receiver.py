@@ -432,7 +432,7 @@ def test_encoders_cannot_speak_for_the_rest_of_the_server(receiver, encoder, sch
         wire.Hello(),
         wire.Cancel("t"),
         wire.Fail("t", "EncodeError", "x"),
-        wire.Expect("t2", 1, 1, 60.0),
+        wire.Expect("t2", 1, 60.0),
         wire.Claim("theirs", expect, 0, 1),
         wire.Abandon("r"),
         wire.Settled("r", (), "EncodeError", "x"),

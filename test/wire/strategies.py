@@ -59,7 +59,7 @@ def of(kind: type, **special: st.SearchStrategy) -> st.SearchStrategy:
 
 
 landings = st.just(wire.Inline()) | of(wire.Shared) | of(wire.Remote)
-expects = of(wire.Expect, items=st.integers(1, wire.MAX_ITEMS), consumers=st.integers(1, 2**31))
+expects = of(wire.Expect, items=st.integers(1, wire.MAX_ITEMS))
 by_encoders = st.one_of(
     of(wire.Offer, item=item_numbers),
     of(wire.Payload, offset=st.integers(0, 2**63)),
@@ -70,7 +70,6 @@ described_expects = st.builds(
     lambda ticket, told, complete, announcer: wire.Expect(
         ticket,
         len(told),
-        1,
         1.0,
         tuple(key for key, _ in told),
         tuple(layout for _, layout in told) if complete else (),

@@ -17,7 +17,7 @@ OFFER = wire.Offer(
     wire.Layout("IMAGE", wire.TensorSpec("float32", (2, 3)), [[1, 2, 4]]),
     24,
 )
-EXPECT = wire.Expect("ticket", 1, 1, 10.0)
+EXPECT = wire.Expect("ticket", 1, 10.0)
 CLAIM = wire.Claim("claim", EXPECT, first_reader=0, readers=1)
 PAYLOAD = wire.Payload("ticket", 0, 1)
 # Fields that a message may leave out.
@@ -89,13 +89,13 @@ def test_a_missing_field_is_refused(message, data):
 @pytest.mark.parametrize(
     "message",
     [
-        wire.Expect("t", 2, 1, 1.0, (b"k" * 32,)),
-        wire.Expect("t", 1, 1, 1.0, (b"short",)),
-        wire.Expect("t", 1, 1, 1.0, (b"",), (OFFER.layout,)),
-        wire.Expect("t", 1, 1, 1.0, (b"k" * 32,), (OFFER.layout,) * 2),
+        wire.Expect("t", 2, 1.0, (b"k" * 32,)),
+        wire.Expect("t", 1, 1.0, (b"short",)),
+        wire.Expect("t", 1, 1.0, (b"",), (OFFER.layout,)),
+        wire.Expect("t", 1, 1.0, (b"k" * 32,), (OFFER.layout,) * 2),
         wire.Claim("c", EXPECT, 0, 1, covered=(1,)),
         wire.Claim("c", EXPECT, 0, 1, covered=(-1,)),
-        wire.Again("r", wire.Expect("t", 0, 1, 1.0, announcer="a")),
+        wire.Again("r", wire.Expect("t", 0, 1.0, announcer="a")),
         wire.Again("r", EXPECT),
     ],
 )
@@ -140,7 +140,6 @@ def test_an_offer_out_of_bounds_is_refused(change):
     [
         {"items": 0},
         {"items": wire.MAX_ITEMS + 1},
-        {"consumers": 0},
         {"ttl_s": 0.0},
         {"ttl_s": -1.0},
         {"ttl_s": float("nan")},

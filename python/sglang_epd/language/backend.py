@@ -18,7 +18,7 @@ import secrets
 import time
 from array import array
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
@@ -237,10 +237,15 @@ class Leader:
         """
         *_, prompt = self._undecided.pop(name, (None,))
         if again:
-            expect = msgspec.structs.replace(expect, ticket=secrets.token_urlsafe(16), consumers=1)
+            expect = msgspec.structs.replace(expect, ticket=secrets.token_urlsafe(16))
             self._claims.again(request.rid, expect)
         needs = len(covered) < expect.items
         self._claim(request if needs else None, expect, covered, prompt, prefix=self._prefix)
+
+    @property
+    def undecided(self) -> set[str]:
+        """Names of requests that the prefix cache has yet to be asked about."""
+        return set(self._undecided)
 
     def forgo(self, name: str) -> None:
         """A request ended before the prefix cache was asked."""
@@ -435,7 +440,7 @@ class Backend:
                 items = self._receive(message)
                 if getattr(request, "session_params", None) is not None:
                     # A session keeps them until it is closed, and others wait for that memory.
-                    items = [replace(one, embedding=one.embedding.clone()) for one in items]
+                    items = [one.copied() for one in items]
                 mm_inputs = self._assemble(request, items)
             else:
                 raise ProtocolError("the request carries something else than an outcome")

@@ -133,9 +133,9 @@ class Frontend:
         self,
         rid: str,
         items: list[EncodeItem],
-        consumers: int,
         slot: Slot | None = None,
         *,
+        known: dict[int, ItemLayout] | None = None,
         parent: Span = OFF,
     ) -> Expect:
         """Begin to have `items` encoded; returns the announcement that the scheduler waits under.
@@ -144,16 +144,21 @@ class Frontend:
 
         Args:
             rid: the request's id, under which it may be cancelled.
-            consumers: how many scheduler requests will wait for these items.
             slot: where a decode server learns the layouts, or that there will be none.
+            known: keys and layouts of items, by number, from an earlier request for them; gets
+                those that encoders tell.
             parent: the span of the request.
         """
-        keys = [self._key(item) for item in items]
-        layouts = self._recall(items, keys)
+        layouts = {} if known is None else known
+        keys = [
+            self._key(item) or (layouts[item.item].key if item.item in layouts else b"")
+            for item in items
+        ]
+        layouts |= self._recall(items, keys)
         span = parent.child("epd_media", items=len(items), known=len(layouts))
         for modality, count in Counter(item.modality for item in items).items():
             self._tally.observe("request_items", count, modality)
-        expect = self._announcement(items, keys, layouts, consumers, span)
+        expect = self._announcement(items, keys, layouts, span)
         deadline = time.monotonic() + self._timeout_s
         self._begin(_Request(rid, items, keys, layouts, expect, slot, deadline, span))
         return expect
@@ -186,13 +191,11 @@ class Frontend:
         items: Sequence[EncodeItem],
         keys: Sequence[bytes],
         layouts: dict[int, ItemLayout],
-        consumers: int,
         span: Span,
     ) -> Expect:
         expect = Expect(
             secrets.token_urlsafe(16),
             len(items),
-            consumers,
             self._timeout_s,
             announcer=self._control.name,
             trace=span.headers.get("traceparent", ""),
@@ -323,9 +326,6 @@ class Frontend:
                     self._delivered(request, started)
                 now = time.monotonic()
                 limit = word_by if request.unheard else request.deadline + _GRACE_S
-                if delivered and request.expect.consumers > 1:
-                    # Samples have as long again, from when the first one had its items.
-                    limit += request.expect.ttl_s
                 waiting = {word, *request.tasks} if not request.over else request.tasks
                 done, _ = await asyncio.wait(
                     waiting,
@@ -357,7 +357,7 @@ class Frontend:
                 elif not done and not delivered:
                     raise DeadlineError("the request's media were not delivered in time")
                 elif not done:
-                    return  # not all claims came; the receiver ends the request
+                    return  # no claim came; the receiver ends the request
             if not delivered:
                 self._delivered(request, started)
             self._account(request, last)

@@ -125,6 +125,7 @@ managers.tokenizer_manager
     seams/requests: TokenizerManager.init_disaggregation(self start_pd_bootstrap_service)
     seams/tokenizer: async TokenizerManager._handle_abort_finish_reason(self out state is_stream)
     seams/tokenizer: TokenizerManager._release_req_states_on_failure(self request_states)
+    seams/tokenizer: async TokenizerManager._send_one_request(self tokenized_obj)
     seams/tokenizer: TokenizerManager._wait_one_response(self obj request)
     seams/tokenizer: TokenizerManager.abort_request(self rid abort_all)
     seams/tokenizer: TokenizerManager.auto_create_handle_loop(self)

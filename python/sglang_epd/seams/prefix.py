@@ -3,8 +3,9 @@ SGLang has no more use for.
 
 Leans on `managers.scheduler.Scheduler`: `_add_request_to_queue(req, is_retracted)`, which
 every request passes on its way to a queue, with its token ids padded and its namespace in
-the tree (cache salt, LoRA) set; `disaggregation_mode`; `waiting_queue`,
-`grammar_manager.grammar_queue`, `disagg_prefill_bootstrap_queue.queue`; `chunked_req`,
+the tree (cache salt, LoRA) set, but one that is refused first; `process_input_requests`, which
+brings requests there, or to `grammar_manager.grammar_queue` first; `disaggregation_mode`;
+`waiting_queue`, `disagg_prefill_bootstrap_queue.queue`; `chunked_req`,
 `running_batch` with `batch_is_full` and `Req.is_prefill_only`, `prefill_decode_interval`,
 `collect_inflight_reqs` and `disagg_prefill_inflight_queue`; `flush_cache`, which empties the tree;
 `_release_aborted_request` and `release_aborted_prefill_waiting_req`. On
@@ -169,6 +170,18 @@ def add_request(original: Any, scheduler: Any, req: Any, is_retracted: bool = Fa
     kept = is_retracted and scheduler.disaggregation_mode.value == "decode"
     if gate is None or kept or gate.admit(req, retracted=is_retracted):
         original(scheduler, req, is_retracted)
+
+
+def forgo_refused(scheduler: Any, requests: Iterable[Any]) -> None:
+    """After `process_input_requests` of these: what SGLang refused without queueing it needs no
+    item. What waits for its grammar is queued when it has that."""
+    leader = Installed.leader
+    if leader is None or not (names := leader.undecided):
+        return
+    taken = [one for request in requests for one in getattr(request, "batch", None) or (request,)]
+    refused = names & {manifest.name(one) for one in taken if manifest.waits(one)}
+    for name in refused.difference(map(manifest.name, scheduler.grammar_manager.grammar_queue)):
+        leader.forgo(name)
 
 
 def add_one(original: Any, adder: Any, req: Any, *args: Any, **options: Any) -> Any:

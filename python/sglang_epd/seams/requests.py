@@ -19,6 +19,7 @@ from typing import Any
 
 from sglang_epd.seams import decode
 
+_LOOK_S = 0.5
 # The `fastapi.Request` that the current task serves.
 _http: ContextVar[Any] = ContextVar("sglang_epd_http", default=None)
 
@@ -107,8 +108,12 @@ async def aborted_when_left(
         return
 
     async def look() -> None:
-        while (await http.receive())["type"] != "http.disconnect":
-            pass
+        if hasattr(http, "receive"):
+            while (await http.receive())["type"] != "http.disconnect":
+                pass
+        else:  # of SGLang's gRPC server beside that of HTTP
+            while not await http.is_disconnected():  # noqa: ASYNC110 - nothing tells
+                await asyncio.sleep(_LOOK_S)
         # The end of its answer is an end of the connection too. Schedulers abort all requests
         # whose ids begin with this one, and with several tokenizer workers they are told even of
         # one that is over.

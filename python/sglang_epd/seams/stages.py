@@ -17,6 +17,8 @@ from typing import Any
 
 import torch
 
+from sglang_epd.seams import prefix
+
 
 @dataclass(frozen=True)
 class Heard:
@@ -38,6 +40,7 @@ def hear(original: Any, scheduler: Any, recv_reqs: list[Any]) -> None:
         else:
             requests.append(one)
     original(scheduler, requests)
+    prefix.forgo_refused(scheduler, requests)
 
 
 def send(original: Any, scheduler: Any, data: list[Any], *args: Any, **options: Any) -> Any:

@@ -9,7 +9,9 @@ the backend zmq_to_tokenizer, `await recv_mm_data(...)` for each prompt while it
 `abort_request(rid)` when a request is over early, or, before a scheduler has it,
 `_release_req_states_on_failure(request_states)`, by their ids; `_tokenize_one_request(obj)` for
 each prompt, when neither a pause nor an update of weights holds it back, which ends with
-`_create_tokenized_object(obj, ...)`;
+`_create_tokenized_object(obj, ...)`; `_send_one_request(tokenized)`, which for n > 1 takes copies
+of what was made of a prompt, once to fill the prefix cache, and, when that is done for all prompts
+of the request, once a sample, with the prompts' own states among those of the request until then;
 `_wait_one_response(obj, request)`, which yields its answers; and
 `_handle_abort_finish_reason(out, state, is_stream)` when the scheduler ended it. The live
 requests are in its `rid_to_state`, each with its `obj`, and `dispatched` once a scheduler has it.
@@ -20,9 +22,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
+
+import torch
 
 from sglang_epd import logs
 from sglang_epd.checkpoint import processing, served
@@ -63,10 +68,40 @@ from sglang_epd.seams.prompt import lays_out
 from sglang_epd.seams.requests import aborted_when_left, client, noted
 from sglang_epd.tally import LoopLag
 from sglang_epd.transfer.control import Control
-from sglang_epd.wire.http import EncodeItem
+from sglang_epd.wire.http import EncodeItem, ItemLayout
 from sglang_epd.wire.messages import Expect
 
 logger = logging.getLogger(__name__)
+
+
+# Beside SGLang's fields of a prompt, of which it makes copies.
+_SAMPLED = "_sglang_epd_sampled"
+
+
+@dataclass
+class _Sampled:
+    """A prompt with n > 1.
+
+    Attributes:
+        rid: its own.
+        begin: announces its items for the request of such an id.
+        expect: its announcement, until it is sent to a scheduler.
+        begun: whether it has been announced.
+        filling: the id of its request that fills the prefix cache, once that is sent.
+        following: the next prompt of the user's request.
+    """
+
+    rid: str = ""
+    begin: Callable[[str], Expect] | None = None
+    expect: Expect | None = None
+    begun: bool = False
+    filling: str = ""
+    following: _Sampled | None = None
+
+    def announce(self, rid: str) -> None:
+        """Once; later calls do nothing."""
+        if not self.begun and self.begin is not None:
+            self.expect, self.begun = self.begin(rid), True
 
 
 class TokenizerSeam:
@@ -149,6 +184,9 @@ class TokenizerSeam:
         except MediaError as error:
             _refuse([self._slot(prompt) for prompt in prompts], error)
             raise ValueError(error.message) from None
+        if getattr(obj, "parallel_sample_num", 1) > 1:
+            for prompt in prompts:
+                setattr(prompt, _SAMPLED, _Sampled())
         asks_embedding = embeddings.asks(obj)
         begin = partial(embeddings.begin, self.send_encode_request) if asks_embedding else original
         if self.adaptive is not None:
@@ -176,18 +214,34 @@ class TokenizerSeam:
         Raises:
             ValueError: the media cannot be read; SGLang answers 400 with the message.
         """
-        prompts, samples = adaptive.with_media(obj), getattr(obj, "parallel_sample_num", 1)
-        # With n > 1 SGLang sends the prompt once to fill the prefix cache, then
-        # once a sample; each of them waits for the same items.
-        consumers = 1 if samples == 1 else samples + 1
+        prompts = adaptive.with_media(obj)
         try:
-            expected = self._start(prompts, consumers)
+            expected = self._start(prompts)
         except (MediaError, ProtocolError) as error:
             raise ValueError(error.message) from None
         reading.forget()
         for prompt, expect in zip(prompts, expected, strict=True):
             prompt.need_wait_for_mm_inputs = True
-            manifest.attach(prompt, manifest.write(expect, self._secret))
+            if expect is not None:
+                manifest.attach(prompt, manifest.write(expect, self._secret))
+
+    def send(self, original: Callable[..., Awaitable[None]], manager: Any, one: Any) -> Any:
+        """Around `_send_one_request`. Where samples are asked for, a prompt is announced when the
+        one before it is sent to fill the prefix cache, and each sample for itself: nothing is
+        held for long beside what SGLang waits for."""
+        state = self._live.get(one.rid)
+        sampled: _Sampled | None = getattr(state and state.obj, _SAMPLED, None)
+        if sampled is not None and sampled.begin is not None and manifest.waits(one):
+            sampled.announce(one.rid)
+            expect, sampled.expect = sampled.expect, None
+            sampled.filling = sampled.filling or one.rid
+            told = expect or sampled.begin(one.rid)
+            manifest.carry(one, manifest.write(told, self._secret))
+            if (following := sampled.following) is not None:
+                following.announce(following.rid)
+        if sampled is not None or self._lays_out is None:
+            return original(manager, one)
+        return _sent(original, manager, one)
 
     def refused(self, room: Any, error: EpdError) -> None:
         """A request was refused before it was laid out.
@@ -331,11 +385,15 @@ class TokenizerSeam:
         self, original: Any, manager: Any, out: dict[str, Any], state: Any, is_stream: bool
     ) -> Any:
         """Around `_handle_abort_finish_reason`: a stream that fails before its first token
-        gets an HTTP status, not an event.
+        gets an HTTP status, not an event. So does one with n > 1 of which a prompt cannot fill the
+        prefix cache: SGLang would ask for its samples all the same.
 
         SGLang turns the `ValueError` that the non-streaming case raises into a 400 when it
         comes before the first chunk.
         """
+        sampled: _Sampled | None = getattr(state.obj, _SAMPLED, None)
+        if sampled is not None and state.obj.rid == sampled.filling:
+            is_stream = False
         status = out["meta_info"]["finish_reason"].get("status_code")
         unborn = is_stream and not out["meta_info"].get("completion_tokens")
         # A stream is a generation.
@@ -352,8 +410,12 @@ class TokenizerSeam:
     async def _collect(self, request: Any, prompt: str | list[int]) -> Any:
         """A prompt's `mm_inputs`, or the error that it ends with."""
         try:
-            (expect,) = self._start([request], 1)
+            (expect,) = self._start([request])
+            assert expect is not None
             items = await self._control.collect(expect)
+            if getattr(request, _SAMPLED, None) is not None:
+                # It keeps them until all prompts beside it are in the prefix cache.
+                items = [one.copied() for one in items]
             return assemble(self._processor, prompt, items)
         except EpdError as error:
             error.__cause__ = error.__context__ = None  # their traces hold the items too
@@ -366,17 +428,28 @@ class TokenizerSeam:
             self.frontend.cancel(request.rid)
             raise
 
-    def _start(self, prompts: list[Any], consumers: int) -> list[Expect]:
-        """All of the prompts, or none of them."""
+    def _start(self, prompts: list[Any]) -> list[Expect | None]:
+        """All of the prompts, or none of them. One with n > 1 has no announcement yet: they are
+        made when their turn comes (`send`), the first one now."""
         slots = [self._slot(prompt) for prompt in prompts]
-        started: list[Expect] = []
+        started: list[Expect | None] = []
+        before: _Sampled | None = None
         try:
             planned = [self._planned(prompt) for prompt in prompts]
             for prompt, items, slot in zip(prompts, planned, slots, strict=True):
-                parent = tracing.span_of(self._live.get(prompt.rid))
-                started.append(
-                    self.frontend.start(prompt.rid, items, consumers, slot, parent=parent)
-                )
+                sampled: _Sampled | None = getattr(prompt, _SAMPLED, None)
+                if sampled is None or self._lays_out is not None:
+                    started.append(self._begin(items, slot, {}, prompt.rid))
+                    continue
+                sampled.rid = prompt.rid
+                sampled.begin = partial(self._begin, items, slot, {})
+                if before is None or self.adaptive is not None:
+                    # Where the tower here may have its items, it is asked how they do.
+                    sampled.announce(prompt.rid)
+                else:
+                    before.following = sampled
+                before = sampled
+                started.append(None)
         except Exception as error:
             # SGLang ends all of the request: none of its parts may be waited for.
             for prompt in prompts[: len(started)]:
@@ -384,6 +457,12 @@ class TokenizerSeam:
             _refuse(slots, error)
             raise
         return started
+
+    def _begin(
+        self, items: list[EncodeItem], slot: Slot | None, known: dict[int, ItemLayout], rid: str
+    ) -> Expect:
+        parent = tracing.span_of(self._live.get(rid))
+        return self.frontend.start(rid, items, slot, known=known, parent=parent)
 
     def _planned(self, prompt: Any) -> list[EncodeItem]:
         """A prompt's items, planned once."""
@@ -497,6 +576,15 @@ def _dispatcher(settings: Settings, pool: Pool, costs: Costs, tally: DispatchTal
         patience=Patience(settings.encoder_wait_s, settings.encoder_timeout_s),
         tally=tally,
     )
+
+
+async def _sent(original: Callable[..., Awaitable[None]], manager: Any, one: Any) -> None:
+    """A prompt whose items were received here; SGLang keeps it until its answer has ended."""
+    await original(manager, one)
+    for item in one.mm_inputs.mm_items if one.mm_inputs else ():
+        # Not one that SGLang has put into shared memory for its schedulers.
+        if isinstance(item.precomputed_embeddings, torch.Tensor):
+            item.precomputed_embeddings = None
 
 
 def _refuse(slots: list[Slot | None], error: Exception) -> None:

@@ -23,7 +23,7 @@ import secrets
 import threading
 import weakref
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -74,6 +74,10 @@ class ReceivedItem:
     key: bytes
     layout: Layout
     embedding: torch.Tensor
+
+    def copied(self) -> ReceivedItem:
+        """With its rows in this process's own memory, where they hold up no other request."""
+        return replace(self, embedding=self.embedding.clone())
 
 
 class Arena:

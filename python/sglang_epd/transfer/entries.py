@@ -1,4 +1,4 @@
-"""A receiver's record of a request: its items and its claims. Plain data; `ledger` decides."""
+"""A receiver's record of a request: its items and its claim. Plain data; `ledger` decides."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class Item:
     asked: bool = False
     # The grant for whose sake another encoder's offer was declined.
     spurned_for: int = 0
-    # Whether a claim needs its embedding; False until that is decided.
+    # Whether the claim needs its embedding; False until that is decided.
     wanted: bool = True
     # Its place in the lower half of the memory, if it has ever been there: begin and end.
     low: tuple[int, int] | None = None
@@ -97,9 +97,9 @@ class Item:
 class RequestEntry:
     age: int
     items: list[Item]
-    consumers: int
     deadline: float
-    claims: dict[Claimant, wire.Claim] = field(default_factory=dict)
+    # What waits for the items; None before, and while it looks into its prefix cache.
+    claim: tuple[Claimant, wire.Claim] | None = None
     # Rows that an early claim was told of, by item.
     told: dict[int, int] = field(default_factory=dict)
     # Items whose offer waits for memory.
@@ -112,8 +112,6 @@ class RequestEntry:
     plan: Plan = Plan.OPEN
     # Until when an offer waits for a plan that is gathering or asking.
     patient_until: float = 0.0
-    # Sent to its tokenizer with its end, by its first claim that had its items.
-    over: wire.Needed | None = None
     # The item that a claim missed last: most land in their order.
     _missed: int = 0
     # Items that have been granted, and that rely on a kept embedding; they may be so no more.
@@ -126,7 +124,7 @@ class RequestEntry:
         self.plan, self.patient_until = plan, patient_until
 
     def satisfies(self, claim: wire.Claim) -> bool:
-        """Whether all is here that a claim needs."""
+        """Whether all is here that its claim needs."""
         covered, count = frozenset(claim.covered), len(self.items)
         for number in itertools.chain(range(self._missed, count), range(self._missed)):
             if not (self.items[number].here or number in covered):
@@ -136,9 +134,8 @@ class RequestEntry:
 
     def is_open(self, but: int = -1) -> bool:
         """Whether an item but this one has no granted memory; a cached one may come to need a
-        grant, too. Not those that the prefix cache has, unless a sample that has yet to claim may
-        need them."""
-        every = self.plan is not Plan.DECIDED or self.consumers > len(self.claims)
+        grant, too. Not those that the prefix cache has."""
+        every = self.plan is not Plan.DECIDED or self.claim is None
         # From that item on: encoders offer them in their order.
         others = itertools.chain(self.items[but + 1 :], self.items[: max(0, but)])
         return any(item.block is None and (every or item.wanted) for item in others)

@@ -6,7 +6,7 @@ another request is not received again: it is pinned when its own request is pass
 encoded after all if it was evicted before. Synchronous and without a clock: the caller
 passes `now` in seconds of any monotonic clock.
 
-Owns the decision to grant, decline or let wait, the claims of a request, and the end of
+Owns the decision to grant, decline or let wait, the claim of a request, and the end of
 an entry. Does not own memory (`reservations`), sockets, the scheduler's requests, or
 retries (the dispatcher's).
 """
@@ -129,14 +129,12 @@ class Ledger:
         entry = self._entries.get(ticket)
         if entry is None:
             keys = message.keys or (b"",) * message.items
-            plan = Plan.OPEN if message.consumers == 1 else Plan.DECIDED
             entry = self._entries[ticket] = RequestEntry(
                 age=self._next_age,
                 # Items without a key are being sent for.
                 items=[Item(key, asked=not key, wanted=not message.layouts) for key in keys],
-                consumers=message.consumers,
                 deadline=now + message.ttl_s,
-                plan=Plan.UNDECIDED if message.layouts else plan,
+                plan=Plan.UNDECIDED if message.layouts else Plan.OPEN,
                 kept=message.waits,
             )
             self._next_age += 1
@@ -163,17 +161,17 @@ class Ledger:
         if entry is None:
             gone = ProtocolError("the request's items are gone")
             self._answer(claimant, error=self._ended[ticket][0] or gone)
-        elif len(entry.claims) >= entry.consumers or claimant in entry.claims:
-            error = ProtocolError("more requests claim the items than were announced")
+        elif entry.claim is not None:
+            error = ProtocolError("another request has claimed the items")
             self._answer(claimant, error=error)
         else:
-            entry.claims[claimant] = message
+            entry.claim = claimant, message
             entry.told.clear()
             covered = frozenset(message.covered)
-            first, asked = entry.plan is Plan.UNDECIDED, entry.plan is Plan.ASKING
+            first = entry.plan is Plan.UNDECIDED
             for number, item in enumerate(entry.items):
-                item.wanted = number not in covered or (item.wanted and not asked)
-            if first or asked:
+                item.wanted = number not in covered
+            if first or entry.plan is Plan.ASKING:
                 entry.go(Plan.DECIDED)
                 self._stirred.add(ticket)
             self._tell_needed(ticket, entry, first=first)
@@ -203,10 +201,7 @@ class Ledger:
         if reason is not None:
             if entry is not None:
                 self._stop_waiting(entry, message.item)
-                if reason == wire.DECLINE_COVERED:
-                    # Another sample of the request may need it yet.
-                    entry.items[message.item].asked = False
-                elif reason == wire.DECLINE_DUPLICATE:
+                if reason == wire.DECLINE_DUPLICATE:
                     item = entry.items[message.item]
                     item.spurned_for = item.block.grant if item.block is not None else 0
             return wire.Decline(message.ticket, message.item, reason)
@@ -264,10 +259,7 @@ class Ledger:
         if not block.begun < message.offset < block.nbytes or message.offset % row_bytes:
             raise ProtocolError("payload: no more whole rows than before")
         block.begun = message.offset
-        entry = self._entries[message.ticket]
-        for claimant, claim in entry.claims.items():
-            if claim.early:
-                self._tell_arrived(entry, claimant, claim, (message.item,))
+        self._tell_arrived(self._entries[message.ticket], (message.item,))
 
     def fill(self, message: wire.Payload, now: float) -> bool:
         """Note that all of a payload is in its block.
@@ -323,17 +315,17 @@ class Ledger:
             self._tell_needed(ticket, self._entries[ticket])
 
     def fail(self, ticket: str, error: EpdError, now: float) -> None:
-        """End the request with `error`; later claims get the same error."""
+        """End the request with `error`; a later claim gets the same error."""
         entry = self._entries.get(ticket)
         if entry is None and ticket not in self._ended:
             # Word of its end was faster than its announcement.
             self._remember(ticket, error, wire.Needed(ticket, over=True))
         if entry is None or entry.error is not None:
             return
+        entry.error = error
         for number, item in enumerate(entry.items):
             self._release(ticket, number, now)
             item.move(_S.ENDED)
-        entry.error = error
         entry.waiting.clear()
         self._stirred.add(ticket)
         self._turns += 1
@@ -347,11 +339,11 @@ class Ledger:
     def hand_part(self, peer: bytes, message: wire.TakePart) -> None:
         """Hand some items of a claim out that are here; the claim waits on for all of them."""
         entry = self._entries.get(message.ticket)
-        claim = None if entry is None else entry.claims.get((peer, message.claim))
         asked = set(message.items)
         if (
             entry is None
-            or claim is None
+            or entry.claim is None
+            or entry.claim[0] != (peer, message.claim)
             or not all(entry.items[item].here for item in asked - {message.begun})
             or not all(entry.items[item].here or entry.items[item].begun for item in asked)
         ):
@@ -359,7 +351,7 @@ class Ledger:
             self._answer((peer, message.name), error=gone)
             return
         landed = tuple(
-            self._landed(entry, claim, number) if number in asked else None
+            self._landed(entry, entry.claim[1], number) if number in asked else None
             for number in range(len(entry.items))
         )
         self._answer((peer, message.name), landed)
@@ -368,14 +360,10 @@ class Ledger:
         """Give a claim up; its claimant gets an outcome without items."""
         claimant = peer, claim
         error = RequestCancelledError("the request was aborted")
-        for ticket, entry in list(self._entries.items()):
-            if entry.claims.pop(claimant, None) is None:
-                continue
-            entry.consumers -= 1
-            self._answer(claimant, error=error)
-            if entry.consumers <= 0:
+        for ticket, entry in self._entries.items():
+            if entry.claim is not None and entry.claim[0] == claimant:
                 self.fail(ticket, error, now)
-                self._end(ticket)
+                return
 
     def expire(self, now: float) -> None:
         """End the entries past their deadline, and the grants past theirs.
@@ -402,7 +390,8 @@ class Ledger:
                 if entry.plan is Plan.GATHERING:
                     entry.go(Plan.DECIDED)
                 self._stirred.add(ticket)
-            for item in entry.items:
+            for number in sorted(entry.granted):
+                item = entry.items[number]
                 if item.state is _S.GRANTED and item.block and now >= item.block.until:
                     self._tally.add("expired_grants")
                     grant = item.block.grant
@@ -454,17 +443,16 @@ class Ledger:
 
     def _ask_prefix(self, ticket: str, entry: RequestEntry, now: float) -> None:
         """Have the claimant look into its prefix cache, if it has yet to and can."""
-        asker = next((name for name, claim in entry.claims.items() if claim.prefix), None)
-        if entry.plan is not Plan.GATHERING or asker is None:
+        if entry.plan is not Plan.GATHERING or entry.claim is None or not entry.claim[1].prefix:
             return
         laid = [self._laid(item) for item in entry.items]
         known = tuple(one for one in laid if one is not None)
         if len(known) < len(laid):
             return
-        del entry.claims[asker]
+        (peer, claim), _ = entry.claim
+        entry.claim = None
         entry.go(Plan.ASKING, now + _PREFIX_S)
         keys, layouts = zip(*known, strict=True)
-        peer, claim = asker
         self._messages.append((peer, wire.AskPrefix(claim, keys, layouts)))
 
     def _laid(self, item: Item) -> tuple[bytes, wire.Layout] | None:
@@ -597,7 +585,7 @@ class Ledger:
 
     def _tell_needed(self, ticket: str, entry: RequestEntry, *, first: bool = False) -> None:
         """Say which items have to be encoded, if that is news."""
-        if entry.watcher is None or entry.plan is Plan.UNDECIDED:
+        if entry.watcher is None or entry.plan is Plan.UNDECIDED or entry.error is not None:
             return
         needed = [
             number
@@ -624,32 +612,30 @@ class Ledger:
         self._messages.append((peer, wire.Settled(claim, items, code, text)))
 
     def _settle(self, ticket: str, now: float, landed: Sequence[int] | None = None) -> None:
-        """Tell the outcome, if there is one, to its claimants.
+        """Tell the outcome, if there is one, to the claimant, and end the entry.
 
         Args:
             landed: the items of which there is news; None is all of them.
         """
         entry = self._entries[ticket]
-        news = range(len(entry.items)) if landed is None else landed
-        for claimant, claim in list(entry.claims.items()):
-            if entry.error is None and not entry.satisfies(claim):
-                if claim.early:
-                    self._tell_arrived(entry, claimant, claim, news)
-                continue
-            items = () if entry.error else self._hand(entry, claim)
-            self._answer(claimant, items, entry.error)
-            del entry.claims[claimant]
-            entry.consumers -= 1
-            if entry.error is None:
-                # Samples come when the first of them has been prefilled.
-                entry.deadline = max(entry.deadline, now + claim.expect.ttl_s)
-        if entry.consumers <= 0:
-            # Not again when the entry is ended: its readers hold the received items.
-            for number in range(len(entry.items)):
-                self._release(ticket, number, now)
-            self._end(ticket)
+        if entry.claim is None:
+            return
+        claimant, claim = entry.claim
+        over = None
+        if entry.error is not None:
+            self._answer(claimant, error=entry.error)
+        elif entry.satisfies(claim):
+            over = self._hand(entry, claimant, claim)
+        else:
+            self._tell_arrived(entry, range(len(entry.items)) if landed is None else landed)
+            return
+        # Not again when the entry is ended: its readers hold the received items.
+        for number in range(len(entry.items)):
+            self._release(ticket, number, now)
+        self._end(ticket, over)
 
-    def _hand(self, entry: RequestEntry, claim: wire.Claim) -> tuple[wire.Landed | None, ...]:
+    def _hand(self, entry: RequestEntry, claimant: Claimant, claim: wire.Claim) -> wire.Needed:
+        """Hand all items that a claim needs to its readers; returns its tokenizer's last word."""
         if claim.prefix:
             for item in entry.items:
                 self._see(item.key if item.block is None else item.block.offer.key)
@@ -658,13 +644,12 @@ class Ledger:
             item.state is _S.CACHED and number not in covered
             for number, item in enumerate(entry.items)
         )
-        # The counts of the first claim are sent.
-        over = wire.Needed(claim.expect.ticket, over=True, covered=len(covered), cached=cached)
-        entry.over = entry.over or over
-        return tuple(
+        landed = tuple(
             None if number in covered else self._landed(entry, claim, number)
             for number in range(len(entry.items))
         )
+        self._answer(claimant, landed)
+        return wire.Needed(claim.expect.ticket, over=True, covered=len(covered), cached=cached)
 
     def _landed(self, entry: RequestEntry, claim: wire.Claim, number: int) -> wire.Landed:
         """Hand an item to the readers of a claim."""
@@ -676,11 +661,11 @@ class Ledger:
         nbytes = block.nbytes if item.here else block.begun
         return wire.Landed(key, layout, nbytes, block.slot, block.offset)
 
-    def _tell_arrived(
-        self, entry: RequestEntry, claimant: Claimant, claim: wire.Claim, news: Sequence[int]
-    ) -> None:
-        """Tell a claimant of items and rows that have landed since it was last told."""
-        peer, name = claimant
+    def _tell_arrived(self, entry: RequestEntry, news: Sequence[int]) -> None:
+        """Tell an early claimant of items and rows that have landed since it was last told."""
+        if entry.claim is None or not entry.claim[1].early:
+            return
+        (peer, name), claim = entry.claim
         covered = frozenset(claim.covered)
         senders: set[bytes | None] | None = None
         for number in news:
@@ -708,13 +693,13 @@ class Ledger:
             if len(self._seen) > _MAX_SEEN:
                 del self._seen[next(iter(self._seen))]
 
-    def _end(self, ticket: str) -> None:
+    def _end(self, ticket: str, over: wire.Needed | None = None) -> None:
         entry = self._entries.pop(ticket, None)
         if entry is None:
             return
         self._stirred.add(ticket)
         self._turns += 1
-        over = entry.over or wire.Needed(ticket, over=True)
+        over = over or wire.Needed(ticket, over=True)
         self._remember(ticket, entry.error, over)
         self._notify(entry.watcher, over)
 

@@ -279,8 +279,6 @@ class Expect(Message, frozen=True, tag="expect"):
     """Tokenizer: a request with `items` items is on its way.
 
     Attributes:
-        consumers: how many scheduler requests will claim it (n > 1 sampling sends
-            the prompt once to warm the prefix and once a sample).
         ttl_s: seconds from now until the request's deadline.
         keys: of each item; empty where it is unknown, or where the item is being sent
             for already. Of the others a `Needed` says whether to. None for no item.
@@ -294,7 +292,6 @@ class Expect(Message, frozen=True, tag="expect"):
 
     ticket: str
     items: int
-    consumers: int
     ttl_s: float
     keys: tuple[bytes, ...] = ()
     layouts: tuple[Layout, ...] = ()
@@ -525,10 +522,8 @@ def _decode(decoder: msgspec.msgpack.Decoder[M], frame: bytes | memoryview, max_
 
 
 def _check_expect(expect: Expect) -> None:
-    if not (
-        0 < expect.items <= MAX_ITEMS and expect.consumers > 0 and 0 < expect.ttl_s < float("inf")
-    ):
-        raise ProtocolError("expect: items, consumers or ttl out of range")
+    if not (0 < expect.items <= MAX_ITEMS and 0 < expect.ttl_s < float("inf")):
+        raise ProtocolError("expect: items or ttl out of range")
     if expect.keys and len(expect.keys) != expect.items:
         raise ProtocolError(f"expect: {len(expect.keys)} keys of {expect.items} items")
     if expect.layouts and not (len(expect.layouts) == expect.items and all(expect.keys)):

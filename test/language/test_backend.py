@@ -505,6 +505,17 @@ def test_a_turn_of_a_session_waits_for_all_its_items(claims, carried):
     assert claims.asked == [False], "the prefix cache is not asked"
 
 
+def test_what_another_request_for_the_same_items_failed_of_is_not_waited_for(
+    leader, claims, backend
+):
+    """A sample of a prompt that could not be encoded."""
+    one = request(carried=Settled("", (), "UnavailableError", "no encoder"))
+    assert leader.pass_on([one]) == [one]
+    assert not claims.claims
+    ready, ((_, message, status),) = backend().sort_out([one])
+    assert (ready, message, status) == ([], "no encoder", 503)
+
+
 def test_a_turn_of_a_session_keeps_no_memory_that_others_wait_for(backend, memory, filled):
     """Its inputs stay until the session is closed."""
     item = memory.land(3.0)
@@ -550,7 +561,7 @@ def test_when_all_layouts_have_become_known_the_ranks_are_asked(leader, claims):
     assert leader.pass_on([one]) == []
     claims.lay(0, KNOWN.keys, KNOWN.layouts)
     assert leader.pass_on([]) == [one]
-    assert manifest.read_expect(one.encoder_urls, SECRET) == KNOWN
+    assert manifest.read_announced(one.encoder_urls, SECRET) == KNOWN
     assert not leader.waiting
     leader.ask("rid", one, KNOWN, (0,), again=False)
     assert claims.covered == [(), (0,)]

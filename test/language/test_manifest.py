@@ -26,7 +26,7 @@ SECRET = bytes(range(32))
 EXPECT = Expect("ticket", 3, 60.0)
 LAYOUT = Layout("IMAGE", TensorSpec("bfloat16", (7, 8)), [[1, 2, 14]], {"fps": [2.0]})
 SETTLED = Settled("4", (Landed(b"k" * 32, LAYOUT, 112, 5, 4096),))
-READERS = [manifest.read_expect, manifest.read_settled]
+READERS = [manifest.read_announced, manifest.read_settled]
 SIDES = list(zip(READERS, (EXPECT, SETTLED), strict=True))
 READER_OF = dict(zip((Expect, Settled), READERS, strict=True))
 counts = st.integers(0, 2**40)
@@ -69,7 +69,7 @@ def test_an_outcome_may_be_of_as_many_items_as_a_request_has():
 
 def test_one_is_not_taken_for_the_other():
     with pytest.raises(ProtocolError, match="something else than a manifest"):
-        manifest.read_expect(manifest.write(SETTLED, SECRET), SECRET)
+        manifest.read_announced(manifest.write(SETTLED, SECRET), SECRET)
     with pytest.raises(ProtocolError, match="something else than an outcome"):
         manifest.read_settled(manifest.write(EXPECT, SECRET), SECRET)
 
@@ -121,13 +121,13 @@ def test_the_code_of_one_message_is_not_that_of_another():
     code = base64.b64decode(theirs)[:32]
     forged = code + encode_message(Expect("stolen", 3, 60.0))
     with pytest.raises(ProtocolError, match="not written by this server"):
-        manifest.read_expect([base64.b64encode(forged).decode()], SECRET)
+        manifest.read_announced([base64.b64encode(forged).decode()], SECRET)
 
 
 def test_a_user_cannot_make_a_scheduler_read_a_long_manifest():
     long = Expect("t" * MAX_HEADER_BYTES, 1, 60.0)
     with pytest.raises(ProtocolError):
-        manifest.read_expect(manifest.write(long, SECRET), SECRET)
+        manifest.read_announced(manifest.write(long, SECRET), SECRET)
 
 
 @given(st.lists(st.text(max_size=40), max_size=2))

@@ -124,7 +124,7 @@ def test_a_request_waits_for_its_media_with_its_manifest(manager, asked, tokeniz
     assert started(manager) == ["a"]
     received = tokenized(obj)
     assert manifest.waits(received)
-    expect = manifest.read_expect(manifest.carried(received), secret)
+    expect = manifest.read_announced(manifest.carried(received), secret)
     assert expect.ticket == "ticket of a"
 
 
@@ -139,7 +139,8 @@ def test_of_a_batch_those_with_media_wait(manager, asked, tokenized):
     received = [tokenized(obj[number]) for number in range(3)]
     assert [manifest.waits(one) for one in received] == [True, False, True]
     read = [
-        manifest.read_expect(manifest.carried(one), rundir.secret()).ticket for one in received[::2]
+        manifest.read_announced(manifest.carried(one), rundir.secret()).ticket
+        for one in received[::2]
     ]
     assert read == ["ticket of a", "ticket of c"]
 

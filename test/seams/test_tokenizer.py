@@ -26,7 +26,7 @@ from sglang_epd.seams import rundir
 from sglang_epd.seams.tokenizer import TokenizerSeam
 from sglang_epd.transfer.arena import ReceivedItem
 from sglang_epd.wire.http import LayoutReply, decode_body
-from sglang_epd.wire.messages import Expect, Layout, TensorSpec
+from sglang_epd.wire.messages import Expect, Layout, Settled, TensorSpec
 from waiting import until
 
 
@@ -36,11 +36,15 @@ class FakeFrontend:
         self.slots: list[Slot | None] = []
         self.cancelled: list[str] = []
         self.sent_again: list[tuple] = []
+        self.outcomes: dict[str, asyncio.Future] = {}
 
     def start(self, rid, items, slot=None, known=None, parent=None) -> Expect:
         self.started.append((rid, [item.data for item in items]))
         self.slots.append(slot)
         return Expect(f"ticket of {rid}", len(items), 60.0)
+
+    def underway(self, rid):
+        return self.outcomes.get(rid)
 
     def cancel(self, rid) -> None:
         self.cancelled.append(rid)
@@ -187,7 +191,7 @@ async def test_each_sample_of_a_prompt_is_announced_for_itself(seam, frontend, s
 
     async def send(_manager, one):
         told = manifest.carried(one)
-        sent.append(told and manifest.read_expect(told, rundir.secret()).ticket)
+        sent.append(told and manifest.read_announced(told, rundir.secret()).ticket)
 
     began = []
     for which, rid in ((0, "w0"), (1, "w1"), (0, "s0"), (0, "s1"), (1, "s2"), (1, "s3")):
@@ -207,12 +211,34 @@ async def test_each_sample_of_a_prompt_is_announced_for_itself(seam, frontend, s
         assert frontend.started == [("a", [b"1"])]
 
 
+async def test_samples_of_what_could_not_be_encoded_have_its_error(seam, frontend, sglang):
+    """In place of another try each: of a stream SGLang asks for them all the same."""
+    sglang("managers.io_struct")
+    seam._lays_out = None
+    live, prompt = attach(seam), Request("a", [b"1"])
+    batch, sent = Batch(prompt, parallel_sample_num=2), []
+    frontend.outcomes["a"] = asyncio.get_running_loop().create_future()
+    seam.begin_to_encode(lambda _manager, obj: seam.send_encode_request(obj), None, batch)
+
+    async def send(_manager, one):
+        sent.append(manifest.read(one.encoder_urls, rundir.secret()))
+
+    for rid in ("w", "s0", "s1"):
+        live[rid] = SimpleNamespace(obj=copy.copy(prompt))
+        one = SimpleNamespace(rid=rid, encoder_urls=None, need_wait_for_mm_inputs=True)
+        await seam.send(send, None, one)
+        if rid == "w":
+            frontend.outcomes["a"].set_result(UnavailableError("no encoder"))
+    assert sent[1:] == [Settled("", (), "UnavailableError", "no encoder")] * 2
+    assert len(frontend.started) == 1
+
+
 def test_what_sglang_logs_of_a_request_has_no_manifest(sglang, seam):
     request = sglang("managers.io_struct").GenerateReqInput(text="a", image_data=[b"1"], rid="r")
     request.normalize_batch_and_arguments()
     seam.send_encode_request(request)
     manifest.hand_on(request, carried := SimpleNamespace(encoder_urls=None))
-    assert manifest.read_expect(carried.encoder_urls, rundir.secret()).items == 1
+    assert manifest.read_announced(carried.encoder_urls, rundir.secret()).items == 1
     logged = sglang("utils.request_logger")._dataclass_to_string_truncated(request, 1 << 30)
     assert carried.encoder_urls[0] not in logged
     assert "encoder_urls=None" in logged

@@ -181,9 +181,11 @@ class Leader:
     def _hold(self, request: Any) -> bool:
         """Claim a request's items; True if that has failed already."""
         try:
-            expect = manifest.read_expect(manifest.carried(request), self._secret)
+            expect = manifest.read_announced(manifest.carried(request), self._secret)
         except EpdError as error:
             self._carry(request, Settled("", (), error.code, error.message))
+            return True
+        if isinstance(expect, Settled):
             return True
         if getattr(request, "session_params", None) is not None:
             # Its prompt begins with another turn's: the prefix cache, and a part, would have

@@ -97,12 +97,16 @@ def write(message: Expect | Settled | Beginning, secret: bytes) -> list[str]:
     return [base64.b64encode(_code(frame, secret) + frame).decode()]
 
 
-def read_expect(encoder_urls: list[str] | None, secret: bytes) -> Expect:
-    """The manifest of a request that waits for items; `ProtocolError` as of `read`."""
+def read_announced(encoder_urls: list[str] | None, secret: bytes) -> Expect | Settled:
+    """The manifest of a tokenizer's request: how its items were announced, or the error that
+    another request for them has had. `ProtocolError` as of `read`."""
     message = read(encoder_urls, secret, MAX_HEADER_BYTES)
-    if not isinstance(message, Expect):
-        raise ProtocolError("the request carries something else than a manifest")
-    return message
+    if isinstance(message, Expect):
+        return message
+    # No outcome with items, which would be read.
+    if isinstance(message, Settled) and message.code and not message.items:
+        return message
+    raise ProtocolError("the request carries something else than a manifest")
 
 
 def read_settled(encoder_urls: list[str] | None, secret: bytes) -> Settled:

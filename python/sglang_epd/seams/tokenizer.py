@@ -69,7 +69,7 @@ from sglang_epd.seams.requests import aborted_when_left, client, noted
 from sglang_epd.tally import LoopLag
 from sglang_epd.transfer.control import Control
 from sglang_epd.wire.http import EncodeItem, ItemLayout
-from sglang_epd.wire.messages import Expect
+from sglang_epd.wire.messages import Expect, Settled
 
 logger = logging.getLogger(__name__)
 
@@ -86,22 +86,27 @@ class _Sampled:
         rid: its own.
         begin: announces its items for the request of such an id.
         expect: its announcement, until it is sent to a scheduler.
-        begun: whether it has been announced.
-        filling: the id of its request that fills the prefix cache, once that is sent.
+        outcome: of that, for its error, should it have one.
         following: the next prompt of the user's request.
     """
 
     rid: str = ""
-    begin: Callable[[str], Expect] | None = None
+    begin: Callable[[str], tuple[Expect, asyncio.Future[EpdError | None] | None]] | None = None
     expect: Expect | None = None
+    outcome: asyncio.Future[EpdError | None] | None = None
     begun: bool = False
-    filling: str = ""
     following: _Sampled | None = None
 
-    def announce(self, rid: str) -> None:
+    def announce(self) -> None:
         """Once; later calls do nothing."""
         if not self.begun and self.begin is not None:
-            self.expect, self.begun = self.begin(rid), True
+            (self.expect, self.outcome), self.begun = self.begin(self.rid), True
+
+    @property
+    def error(self) -> EpdError | None:
+        """Why its items were not to be had, if they were not."""
+        done = self.outcome is not None and self.outcome.done() and not self.outcome.cancelled()
+        return self.outcome.result() if self.outcome is not None and done else None
 
 
 class TokenizerSeam:
@@ -232,13 +237,17 @@ class TokenizerSeam:
         state = self._live.get(one.rid)
         sampled: _Sampled | None = getattr(state and state.obj, _SAMPLED, None)
         if sampled is not None and sampled.begin is not None and manifest.waits(one):
-            sampled.announce(one.rid)
-            expect, sampled.expect = sampled.expect, None
-            sampled.filling = sampled.filling or one.rid
-            told = expect or sampled.begin(one.rid)
+            sampled.announce()
+            told: Expect | Settled | None
+            told, sampled.expect = sampled.expect, None
+            if told is None and (error := sampled.error) is not None:
+                # Where answers are streamed SGLang asks for samples all the same.
+                told = Settled("", (), error.code, error.message)
+            elif told is None:
+                told, _ = sampled.begin(one.rid)
             manifest.carry(one, manifest.write(told, self._secret))
-            if (following := sampled.following) is not None:
-                following.announce(following.rid)
+            if sampled.following is not None:
+                sampled.following.announce()
         if sampled is not None or self._lays_out is None:
             return original(manager, one)
         return _sent(original, manager, one)
@@ -385,15 +394,11 @@ class TokenizerSeam:
         self, original: Any, manager: Any, out: dict[str, Any], state: Any, is_stream: bool
     ) -> Any:
         """Around `_handle_abort_finish_reason`: a stream that fails before its first token
-        gets an HTTP status, not an event. So does one with n > 1 of which a prompt cannot fill the
-        prefix cache: SGLang would ask for its samples all the same.
+        gets an HTTP status, not an event.
 
         SGLang turns the `ValueError` that the non-streaming case raises into a 400 when it
         comes before the first chunk.
         """
-        sampled: _Sampled | None = getattr(state.obj, _SAMPLED, None)
-        if sampled is not None and state.obj.rid == sampled.filling:
-            is_stream = False
         status = out["meta_info"]["finish_reason"].get("status_code")
         unborn = is_stream and not out["meta_info"].get("completion_tokens")
         # A stream is a generation.
@@ -439,13 +444,13 @@ class TokenizerSeam:
             for prompt, items, slot in zip(prompts, planned, slots, strict=True):
                 sampled: _Sampled | None = getattr(prompt, _SAMPLED, None)
                 if sampled is None or self._lays_out is not None:
-                    started.append(self._begin(items, slot, {}, prompt.rid))
+                    started.append(self._begin(items, slot, {}, prompt.rid)[0])
                     continue
                 sampled.rid = prompt.rid
                 sampled.begin = partial(self._begin, items, slot, {})
                 if before is None or self.adaptive is not None:
                     # Where the tower here may have its items, it is asked how they do.
-                    sampled.announce(prompt.rid)
+                    sampled.announce()
                 else:
                     before.following = sampled
                 before = sampled
@@ -460,9 +465,11 @@ class TokenizerSeam:
 
     def _begin(
         self, items: list[EncodeItem], slot: Slot | None, known: dict[int, ItemLayout], rid: str
-    ) -> Expect:
+    ) -> tuple[Expect, asyncio.Future[EpdError | None] | None]:
+        """Announce a request's items; returns what becomes of them, too."""
         parent = tracing.span_of(self._live.get(rid))
-        return self.frontend.start(rid, items, slot, known=known, parent=parent)
+        expect = self.frontend.start(rid, items, slot, known=known, parent=parent)
+        return expect, self.frontend.underway(rid)
 
     def _planned(self, prompt: Any) -> list[EncodeItem]:
         """A prompt's items, planned once."""

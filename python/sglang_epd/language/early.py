@@ -79,15 +79,16 @@ class _Followed:
     least: int = 1
     # Of the part in flight.
     trace: Span = field(default=OFF)
-    # How many items have landed before the first that has not, and their tokens.
+    # How many items have landed before the first that has not, when `leading` was last asked, and
+    # their tokens.
     _leading: int = 0
-    _rows: int = 0
+    led: int = 0
 
     def leading(self) -> int:
         """How many items have landed before the first that has not."""
         items = self.prompt.items
         while self._leading < len(items) and items[self._leading] in self.tokens:
-            self._rows += self.tokens[items[self._leading]]
+            self.led += self.tokens[items[self._leading]]
             self._leading += 1
         return self._leading
 
@@ -107,7 +108,7 @@ class _Followed:
     def length(self, reach: _Reach) -> int:
         """Tokens of the prompt so far."""
         begun = self.begun[reach.begun] if reach.begun >= 0 else 0
-        return self.end(reach) - reach.count + self._rows + begun
+        return self.end(reach) - reach.count + self.led + begun
 
 
 class Early:
@@ -179,7 +180,7 @@ class Early:
         count = one.leading()
         # The text behind the last covered item may not be covered.
         if count:
-            one.done = one.length(_Reach(count - 1))
+            one.done = one.end(_Reach(count - 1)) - (count - 1) + one.led
 
     def leave(self, claim: str) -> None:
         """A claim is over."""

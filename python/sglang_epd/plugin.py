@@ -68,7 +68,7 @@ def _serve_grpc_encoder(args: Any) -> Coroutine[Any, Any, None]:
 
 def _create_mm_receiver(args: Any, scheduler: Any = None, **options: Any) -> Any:
     if scheduler is None:
-        from sglang_epd.seams.tokenizer import create_frontend
+        from sglang_epd.seams.frontend import create_frontend
 
         return create_frontend(args, **options)
     from sglang_epd.seams.scheduler import create_backend
@@ -80,6 +80,12 @@ def _pull_and_pass_on(original: Any, request_receiver: Any) -> Any:
     pulled, seam = original(request_receiver), request_receiver.mm_receiver
     # None on the ranks that do not lead.
     return pulled if pulled is None or seam is None else seam.pass_on(pulled)
+
+
+def _process(original: Any, scheduler: Any, recv_reqs: Any) -> None:
+    requests = stages.hear(scheduler, recv_reqs)
+    original(scheduler, requests)
+    prefix.forgo_refused(scheduler, requests)
 
 
 def _manager(method: str, kind: Kind, function: Callable[..., Any]) -> Hook:
@@ -155,8 +161,9 @@ HOOKS = (
     Hook(_ROLE_SWITCH, "_reject_reason", "around", prefix.refuse_switch),
     # ... schedulers, --pp-size: embeddings stay with the first stage.
     Hook(_STAGES, "SchedulerPPMixin._pp_send_pyobj_to_next_stage", "around", stages.send),
-    # ... and all stages hear of parts of prompts what the first one does.
-    Hook(_SCHEDULER, "Scheduler.process_input_requests", "around", stages.hear),
+    # ... and all stages hear of parts of prompts what the first one does. Requests that SGLang has
+    # refused without queueing them give their tickets up.
+    Hook(_SCHEDULER, "Scheduler.process_input_requests", "around", _process),
     # ... schedulers on an accelerator: embeddings go onto it while it computes.
     Hook(_MULTIMODAL, "get_embedding_chunk", "around", staging.take_rows),
     Hook(_KV_POOL, "mm_runtime_reservation_gb", "around", staging.reserve),

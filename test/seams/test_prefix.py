@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from sglang_epd import plugin
 from sglang_epd.seams import prefix
 from sglang_epd.seams.prefix import RadixTree, SchedulerQueue
 
@@ -296,10 +297,11 @@ def test_what_sglang_refused_without_queueing_it_needs_no_item(scheduler, monkey
     # One that SGLang takes in a later tick is among them, too.
     leader = SimpleNamespace(undecided={"refused", "compiles", "held"}, forgo=forgone.append)
     monkeypatch.setattr(prefix.Installed, "leader", leader)
-    prefix.forgo_refused(scheduler, [*taken, SimpleNamespace(rid="an abort")])
-    assert forgone == ["refused"]
-    prefix.forgo_refused(scheduler, [SimpleNamespace(batch=taken)])
-    assert forgone == ["refused"] * 2
+    target = "sglang.srt.managers.scheduler.Scheduler.process_input_requests"
+    (process,) = [hook.function for hook in plugin.HOOKS if hook.target == target]
+    for requests in ([*taken, SimpleNamespace(rid="an abort")], [SimpleNamespace(batch=taken)]):
+        process(lambda _scheduler, _requests: forgone.append("taken"), scheduler, requests)
+    assert forgone == ["taken", "refused"] * 2
 
 
 @pytest.mark.parametrize(

@@ -113,7 +113,7 @@ def test_what_the_first_stage_heard_goes_to_the_next_and_is_no_request(send):
     scheduler = SimpleNamespace(
         mm_receiver=SimpleNamespace(hear=lambda one: order.append(("heard", one.calls)))
     )
-    stages.hear(lambda _, requests: order.append(("queued", requests)), scheduler, taken)
+    order.append(("queued", stages.hear(scheduler, taken)))
     assert order == [("heard", [("settle", "r")]), ("queued", [text])]
     assert send(taken)[0] == [heard, text]
 

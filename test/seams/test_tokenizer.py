@@ -88,6 +88,7 @@ class Request(SimpleNamespace):
             "need_wait_for_mm_inputs": None,
             "encoder_urls": None,
             "bootstrap_room": None,
+            "sampling_params": {},
         }
         super().__init__(**{**values, **changes})
 
@@ -553,9 +554,7 @@ async def test_what_has_no_media_is_sent_as_it_is(seam):
 async def test_a_prompt_that_is_sampled_holds_no_receive_memory(receive, seam, collector):
     """Its samples come when all prompts beside it are in the prefix cache."""
     collector.items = [received(1.0)]
-    sampled = Request(images=[b"1"])
-    batch = Batch(sampled, parallel_sample_num=2)
-    seam.begin_to_encode(lambda _manager, _obj: None, None, batch)
+    sampled = Request(images=[b"1"], sampling_params={"n": 2})
     (mm_item,) = (await receive(sampled, [-1])).mm_items
     assert torch.equal(mm_item.precomputed_embeddings, collector.items[0].embedding)
     assert mm_item.precomputed_embeddings.data_ptr() != collector.items[0].embedding.data_ptr()

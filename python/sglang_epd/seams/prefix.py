@@ -173,7 +173,7 @@ def add_request(original: Any, scheduler: Any, req: Any, is_retracted: bool = Fa
 
 
 def forgo_refused(scheduler: Any, requests: Iterable[Any]) -> None:
-    """After `process_input_requests` of these: what SGLang refused without queueing it needs no
+    """After `process_input_requests`: of these, what SGLang refused without queueing it needs no
     item. What waits for its grammar is queued when it has that."""
     leader = Installed.leader
     if leader is None or not (names := leader.undecided):

@@ -17,8 +17,6 @@ from typing import Any
 
 import torch
 
-from sglang_epd.seams import prefix
-
 
 @dataclass(frozen=True)
 class Heard:
@@ -31,16 +29,15 @@ class Heard:
     calls: list[tuple[Any, ...]]
 
 
-def hear(original: Any, scheduler: Any, recv_reqs: list[Any]) -> None:
-    """Around `process_input_requests`."""
+def hear(scheduler: Any, recv_reqs: list[Any]) -> list[Any]:
+    """Before `process_input_requests`: the requests, without what is to be heard."""
     requests = []
     for one in recv_reqs:
         if isinstance(one, Heard):
             scheduler.mm_receiver.hear(one)
         else:
             requests.append(one)
-    original(scheduler, requests)
-    prefix.forgo_refused(scheduler, requests)
+    return requests
 
 
 def send(original: Any, scheduler: Any, data: list[Any], *args: Any, **options: Any) -> Any:

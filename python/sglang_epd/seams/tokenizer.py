@@ -9,9 +9,7 @@ the backend zmq_to_tokenizer, `await recv_mm_data(...)` for each prompt while it
 `abort_request(rid)` when a request is over early, or, before a scheduler has it,
 `_release_req_states_on_failure(request_states)`, by their ids; `_tokenize_one_request(obj)` for
 each prompt, when neither a pause nor an update of weights holds it back, which ends with
-`_create_tokenized_object(obj, ...)`; `_send_one_request(tokenized)`, which for n > 1 takes copies
-of what was made of a prompt, once to fill the prefix cache, and, when that is done for all prompts
-of the request, once a sample, with the prompts' own states among those of the request until then;
+`_create_tokenized_object(obj, ...)`; `_send_one_request(tokenized)` (of n > 1 see `samples`);
 `_wait_one_response(obj, request)`, which yields its answers; and
 `_handle_abort_finish_reason(out, state, is_stream)` when the scheduler ended it. The live
 requests are in its `rid_to_state`, each with its `obj`, and `dispatched` once a scheduler has it.
@@ -23,20 +21,11 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 
-from sglang_epd import logs
-from sglang_epd.checkpoint import processing, served
-from sglang_epd.config import Settings
-from sglang_epd.dispatch.client import EncoderClient
-from sglang_epd.dispatch.dispatcher import Dispatcher, Patience
-from sglang_epd.dispatch.policies import policy
-from sglang_epd.dispatch.pool import Health, Pool
-from sglang_epd.dispatch.work import Costs, describe
 from sglang_epd.errors import (
     EncodeError,
     EpdError,
@@ -44,69 +33,27 @@ from sglang_epd.errors import (
     ProtocolError,
     RequestCancelledError,
 )
-from sglang_epd.families import Family, family_of, takes_options
 from sglang_epd.language import manifest, reading
 from sglang_epd.language.assembly import assemble
 from sglang_epd.language.frontend import Frontend
 from sglang_epd.language.layouts import Board, Slot
-from sglang_epd.language.planner import content_key, entries, has_content_hashes, plan
-from sglang_epd.namespace import namespace
-from sglang_epd.observability.language import DispatchTally
+from sglang_epd.language.planner import entries, has_content_hashes, plan
 from sglang_epd.seams import (
     adaptive,
     bootstrap,
     embeddings,
-    receiving,
-    roles,
-    rundir,
+    samples,
     tracing,
 )
-from sglang_epd.seams.identities import plan_without_options
 from sglang_epd.seams.large_bodies import Turns, stop_at_the_first_error
 from sglang_epd.seams.precomputed import have_embeddings
-from sglang_epd.seams.prompt import lays_out
 from sglang_epd.seams.requests import aborted_when_left, client, noted
 from sglang_epd.tally import LoopLag
 from sglang_epd.transfer.control import Control
 from sglang_epd.wire.http import EncodeItem, ItemLayout
-from sglang_epd.wire.messages import Expect, Settled
+from sglang_epd.wire.messages import Expect
 
 logger = logging.getLogger(__name__)
-
-
-# Beside SGLang's fields of a prompt, of which it makes copies.
-_SAMPLED = "_sglang_epd_sampled"
-
-
-@dataclass
-class _Sampled:
-    """A prompt with n > 1.
-
-    Attributes:
-        rid: its own.
-        begin: announces its items for the request of such an id.
-        expect: its announcement, until it is sent to a scheduler.
-        outcome: of that, for its error, should it have one.
-        following: the next prompt of the user's request.
-    """
-
-    rid: str = ""
-    begin: Callable[[str], tuple[Expect, asyncio.Future[EpdError | None] | None]] | None = None
-    expect: Expect | None = None
-    outcome: asyncio.Future[EpdError | None] | None = None
-    begun: bool = False
-    following: _Sampled | None = None
-
-    def announce(self) -> None:
-        """Once; later calls do nothing."""
-        if not self.begun and self.begin is not None:
-            (self.expect, self.outcome), self.begun = self.begin(self.rid), True
-
-    @property
-    def error(self) -> EpdError | None:
-        """Why its items were not to be had, if they were not."""
-        done = self.outcome is not None and self.outcome.done() and not self.outcome.cancelled()
-        return self.outcome.result() if self.outcome is not None and done else None
 
 
 class TokenizerSeam:
@@ -189,9 +136,6 @@ class TokenizerSeam:
         except MediaError as error:
             _refuse([self._slot(prompt) for prompt in prompts], error)
             raise ValueError(error.message) from None
-        if getattr(obj, "parallel_sample_num", 1) > 1:
-            for prompt in prompts:
-                setattr(prompt, _SAMPLED, _Sampled())
         asks_embedding = embeddings.asks(obj)
         begin = partial(embeddings.begin, self.send_encode_request) if asks_embedding else original
         if self.adaptive is not None:
@@ -221,7 +165,7 @@ class TokenizerSeam:
         """
         prompts = adaptive.with_media(obj)
         try:
-            expected = self._start(prompts)
+            expected = self._start(prompts, sampled=samples.count(obj) > 1)
         except (MediaError, ProtocolError) as error:
             raise ValueError(error.message) from None
         reading.forget()
@@ -231,26 +175,15 @@ class TokenizerSeam:
                 manifest.attach(prompt, manifest.write(expect, self._secret))
 
     def send(self, original: Callable[..., Awaitable[None]], manager: Any, one: Any) -> Any:
-        """Around `_send_one_request`. Where samples are asked for, a prompt is announced when the
-        one before it is sent to fill the prefix cache, and each sample for itself: nothing is
-        held for long beside what SGLang waits for."""
+        """Around `_send_one_request`: a prompt with n > 1 is announced in its turn, and each of
+        its samples for itself."""
+        if self._lays_out is not None:
+            return _sent(original, manager, one)
         state = self._live.get(one.rid)
-        sampled: _Sampled | None = getattr(state and state.obj, _SAMPLED, None)
-        if sampled is not None and sampled.begin is not None and manifest.waits(one):
-            sampled.announce()
-            told: Expect | Settled | None
-            told, sampled.expect = sampled.expect, None
-            if told is None and (error := sampled.error) is not None:
-                # Where answers are streamed SGLang asks for samples all the same.
-                told = Settled("", (), error.code, error.message)
-            elif told is None:
-                told, _ = sampled.begin(one.rid)
-            manifest.carry(one, manifest.write(told, self._secret))
-            if sampled.following is not None:
-                sampled.following.announce()
-        if sampled is not None or self._lays_out is None:
-            return original(manager, one)
-        return _sent(original, manager, one)
+        sampled = None if state is None else samples.find(state.obj)
+        if sampled is not None and manifest.waits(one):
+            manifest.carry(one, manifest.write(sampled.next(one.rid), self._secret))
+        return original(manager, one)
 
     def refused(self, room: Any, error: EpdError) -> None:
         """A request was refused before it was laid out.
@@ -418,8 +351,8 @@ class TokenizerSeam:
             (expect,) = self._start([request])
             assert expect is not None
             items = await self._control.collect(expect)
-            if getattr(request, _SAMPLED, None) is not None:
-                # It keeps them until all prompts beside it are in the prefix cache.
+            if (request.sampling_params or {}).get("n", 1) > 1:
+                # SGLang keeps them until all prompts beside it are in the prefix cache.
                 items = [one.copied() for one in items]
             return assemble(self._processor, prompt, items)
         except EpdError as error:
@@ -433,27 +366,27 @@ class TokenizerSeam:
             self.frontend.cancel(request.rid)
             raise
 
-    def _start(self, prompts: list[Any]) -> list[Expect | None]:
-        """All of the prompts, or none of them. One with n > 1 has no announcement yet: they are
-        made when their turn comes (`send`), the first one now."""
+    def _start(self, prompts: list[Any], *, sampled: bool = False) -> list[Expect | None]:
+        """All of the prompts, or none of them; of those with n > 1 the first one, while the others
+        are announced in their turn."""
         slots = [self._slot(prompt) for prompt in prompts]
         started: list[Expect | None] = []
-        before: _Sampled | None = None
+        before: samples.Sampled | None = None
         try:
             planned = [self._planned(prompt) for prompt in prompts]
             for prompt, items, slot in zip(prompts, planned, slots, strict=True):
-                sampled: _Sampled | None = getattr(prompt, _SAMPLED, None)
-                if sampled is None or self._lays_out is not None:
-                    started.append(self._begin(items, slot, {}, prompt.rid)[0])
+                begin = partial(self._begin, items, slot, {})
+                if not sampled:
+                    started.append(begin(prompt.rid)[0])
                     continue
-                sampled.rid = prompt.rid
-                sampled.begin = partial(self._begin, items, slot, {})
+                one = samples.Sampled(prompt.rid, begin)
+                samples.mark(prompt, one)
                 if before is None or self.adaptive is not None:
                     # Where the tower here may have its items, it is asked how they do.
-                    sampled.announce()
+                    one.announce()
                 else:
-                    before.following = sampled
-                before = sampled
+                    before.following = one
+                before = one
                 started.append(None)
         except Exception as error:
             # SGLang ends all of the request: none of its parts may be waited for.
@@ -465,8 +398,8 @@ class TokenizerSeam:
 
     def _begin(
         self, items: list[EncodeItem], slot: Slot | None, known: dict[int, ItemLayout], rid: str
-    ) -> tuple[Expect, asyncio.Future[EpdError | None] | None]:
-        """Announce a request's items; returns what becomes of them, too."""
+    ) -> samples.Begun:
+        """Announce a request's items."""
         parent = tracing.span_of(self._live.get(rid))
         expect = self.frontend.start(rid, items, slot, known=known, parent=parent)
         return expect, self.frontend.underway(rid)
@@ -495,94 +428,6 @@ def _check_answers(prompts: list[Any]) -> None:
             "the token ids of a prompt with media are not returned with this server's "
             "--encoder-transfer-backend; with zmq_to_tokenizer they are"
         )
-
-
-def create_frontend(
-    server_args: Any, dtype: Any = None, hf_config: Any = None, encode_urls: Any = None
-) -> TokenizerSeam:
-    """Stands in for `create_mm_receiver` in the tokenizer process."""
-    from sglang.srt.runtime_context import get_disagg, get_memory, get_parallel, get_serving
-
-    settings = Settings.from_env()
-    logs.install()
-    embeddings.give_field()
-    checkpoint = served(whole=settings.fingerprint == "full")
-    form = str(dtype).removeprefix("torch.")
-    identity = namespace(hf_config, checkpoint, form, processing())
-    logger.info(
-        "EPD language server: namespace %s, encoders %s", identity, encode_urls or "none yet"
-    )
-    tally = DispatchTally(
-        identity, (state.value for state in Health if state is not Health.GONE), roles.registry()
-    )
-    pool, costs = _pool(identity, tally), Costs()
-    dispatcher = _dispatcher(settings, pool, costs, tally)
-    if get_disagg().encoder_transfer_backend == "zmq_to_tokenizer":
-        workers = get_serving().tokenizer_worker_num
-        if workers > 1:
-            rundir.draw_folder()
-        bootstrap.ends_with_its_server(receiving.start(readers=1, receivers=workers).stop)
-    control = Control(rundir.control_path())
-    timeout_s = settings.request_timeout_s
-    # Where the tokenizer receives, the scheduler hears of a request when its items are there;
-    # where a prompt may be encoded here, when one of them is.
-    to_scheduler = get_disagg().encoder_transfer_backend != "zmq_to_tokenizer"
-    adapts = get_disagg().enable_adaptive_dispatch_to_encoder
-    asks_prefix = receiving.asks_prefix(get_parallel(), get_memory().disable_radix_cache)
-    frontend = Frontend(
-        dispatcher,
-        control,
-        timeout_s,
-        key=lambda item: content_key(item, identity),
-        ask_prefix=to_scheduler and not adapts and asks_prefix,
-        first_item=to_scheduler and adapts and settings.prefill_early != "off",
-        tally=tally,
-    )
-    architecture = hf_config.architectures[0]
-    lay_out = None if to_scheduler else partial(lays_out, architecture=architecture)
-    planner = plan
-    if not takes_options(architecture):
-        planner = partial(plan_without_options, family=family_of(architecture) or Family())
-    seam = TokenizerSeam(
-        frontend,
-        control,
-        timeout_s,
-        lays_out=lay_out,
-        plan=planner,
-        observe_lag=partial(tally.observe, "loop_lag_seconds", kind="tokenizer"),
-        tells_sources=settings.tell_sources,
-        secret=rundir.secret(),
-    )
-    control.listen(seam.send_again)
-    seam.adaptive = adaptive.create(frontend, pool, settings, planner)
-    return seam
-
-
-def _pool(identity: str, tally: DispatchTally) -> Pool:
-    """The encoders of this server, found and watched from now on."""
-
-    def on_move(url: str, old: Health | None, new: Health, why: str) -> None:
-        tally.moved(old.value if old else None, new.value, stays=new is not Health.GONE)
-        ill = new in (Health.SUSPECT, Health.OPEN, Health.MISFIT)
-        level = logging.WARNING if ill else logging.INFO
-        logger.log(level, "Encoder %s: %s%s", url, new.value, f" ({why})" if why else "")
-
-    pool = Pool(identity, on_move=on_move)
-    bootstrap.start(pool, partial(tally.observe, "loop_lag_seconds", kind="watcher"))
-    return pool
-
-
-def _dispatcher(settings: Settings, pool: Pool, costs: Costs, tally: DispatchTally) -> Dispatcher:
-    trust = bootstrap.trust()
-    return Dispatcher(
-        EncoderClient(trust.token, trust.client_ssl()),
-        pool,
-        policy(settings.dispatch_policy),
-        describe=lambda items: describe(items, costs),
-        learn=costs.learn,
-        patience=Patience(settings.encoder_wait_s, settings.encoder_timeout_s),
-        tally=tally,
-    )
 
 
 async def _sent(original: Callable[..., Awaitable[None]], manager: Any, one: Any) -> None:

@@ -4,6 +4,7 @@ nobody runs without the KV or the embeddings of its items."""
 from __future__ import annotations
 
 import itertools
+import weakref
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from types import SimpleNamespace
@@ -107,6 +108,13 @@ def receive(settled: Settled) -> list[ReceivedItem]:
     ]
 
 
+def bare_again(item: Any) -> torch.Tensor:
+    rows = item.precomputed_embeddings
+    empty = rows.new_empty((0, WIDTH))
+    vars(empty).update(vars(rows))
+    return empty
+
+
 class World:
     def __init__(self, leads: bool = True) -> None:
         self.tree, self.scheduler, self.leader = FakeTree(), FakeQueue(), FakeLeader()
@@ -207,6 +215,43 @@ def test_a_match_that_is_lost_before_the_prefill_is_made_up_for(world):
     assert world.leader.asked[1:] == [("r", (), True)], "under a new ticket"
     assert world.tree.held == 0, "its old match is of no use"
     world.land("r", covered=())
+    assert world.prefill(request)
+    assert world.tree.held == 0
+
+
+def test_a_request_that_waits_again_gives_its_embeddings_up(world):
+    """Those that it waits for may need their memory, and would not come."""
+    world.tree.length = STRIDE
+    request = world.request("r")
+    world.scheduler.add(request, retracted=False)
+    assert world.land("r", covered=(0,)) is None
+    landed = request.multimodal_inputs.mm_items[1]
+    memory = weakref.ref(landed.precomputed_embeddings.untyped_storage())
+    world.tree.length = 0
+    assert not world.prefill(request)
+    world.gate.tidy()
+    assert world.leader.asked[1:] == [("r", (), True)], "both are asked for"
+    assert memory() is None
+    assert landed.precomputed_embeddings.shape == (0, WIDTH)
+    world.land("r", covered=())
+    assert world.prefill(request)
+
+
+def test_a_request_that_gave_an_embedding_up_rests_on_no_match_any_more(world):
+    """It might wait again and again: retracted, it had lost the KV of an item without rows."""
+    request = world.request("r")
+    world.scheduler.add(request, retracted=False)
+    assert world.land("r", covered=()) is None
+    first, second = request.multimodal_inputs.mm_items
+    second.precomputed_embeddings = bare_again(second)
+    world.tree.length = STRIDE
+    world.scheduler.remove(request)
+    world.scheduler.add(request, retracted=True)
+    assert world.leader.asked[1:] == [("r", (), True)]
+    assert not len(first.precomputed_embeddings)
+    world.tree.length = 0
+    assert world.land("r", covered=()) is None
+    assert world.scheduler.queue == [request]
     assert world.prefill(request)
     assert world.tree.held == 0
 
@@ -353,6 +398,13 @@ class GateMachine(RuleBasedStateMachine):
                 continue
             request, _ = rank.gate._parked[rid]
             assert rank.land(rid, covered, len(request.multimodal_inputs.mm_items)) is None
+
+    @invariant()
+    def what_waits_has_no_embedding(self) -> None:
+        """Others may wait for their memory."""
+        for rank in self.ranks:
+            for request, _ in rank.gate._parked.values():
+                assert len(bare_items(request)) == len(request.multimodal_inputs.mm_items)
 
     @invariant()
     def ranks_agree(self) -> None:

@@ -12,8 +12,8 @@ see the same requests in the same tick. Only the rank that leads talks to the re
 A match is locked until the prefill has taken it. The locks yield: as soon as a
 request is not admitted, or a running one cannot go on, for want of memory, all of them are
 let go, because requests that wait must not keep memory from those that could run. So a
-match may be lost; then the request is taken out of the queue again, its items are sent
-for, and it goes on when they are there.
+match may be lost; then the request is taken out of the queue again, gives up the embeddings that
+it has, and goes on when all of its items are there.
 """
 
 from __future__ import annotations
@@ -115,6 +115,11 @@ def mark(output: Any, rows: list[Rows], resting: Resting) -> None:
 
 def bare_items(request: Any) -> list[tuple[Any, Bare]]:
     """A request's items that have no rows."""
+    return [(item, note) for item, note in _marked(request) if not len(item.precomputed_embeddings)]
+
+
+def _marked(request: Any) -> list[tuple[Any, Bare]]:
+    """A request's items that had no rows when the prompt was laid out."""
     inputs = request.multimodal_inputs
     if inputs is None:
         return []
@@ -124,6 +129,19 @@ def bare_items(request: Any) -> list[tuple[Any, Bare]]:
         if note is not None:
             found.append((item, note))
     return found
+
+
+def _give_up(request: Any) -> bool:
+    """Drop the embeddings of a request that is to wait: its items may need their memory. Returns
+    whether it had any."""
+    given = False
+    for item, note in _marked(request):
+        rows = item.precomputed_embeddings
+        if len(rows):
+            item.precomputed_embeddings = rows.new_empty((0, *rows.shape[1:]))
+            setattr(item.precomputed_embeddings, _MARK, note)
+            given = True
+    return given
 
 
 def end(item: Any) -> int:
@@ -184,6 +202,10 @@ class PrefixGate:
         resting = bare[0][1].resting
         length, node = (0, None) if resting.lost else self._tree.match(request)
         missing = {note.rows.item for item, note in bare if end(item) > length}
+        if missing and _give_up(request):
+            # On a match again, it might lose that again.
+            resting.lost, length = True, 0
+            missing = {note.rows.item for _, note in bare_items(request)}
         if length:
             self._locks[name] = self._tree.lock(node)
         self._ask(request, resting, missing)
@@ -290,6 +312,7 @@ class PrefixGate:
             if whole is not None:
                 first = note.rows.first
                 item.precomputed_embeddings = whole[first : first + note.rows.count]
+                setattr(item.precomputed_embeddings, _MARK, note)
         self._queue.add(request, retracted=retracted)
         return None
 

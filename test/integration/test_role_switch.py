@@ -121,3 +121,20 @@ def test_pictures_before_and_after(
     for messages in (*cases, text, [about_a_crop(photographs, 2)]):
         check(machine, first, messages)
     servers.check_alive()
+
+
+def test_a_server_of_which_a_request_waits_for_its_picture_takes_no_other_role(
+    machine: Machine, servers: Topology, photographs: Photographs, site: Site
+) -> None:
+    messages = [about_a_crop(photographs, 30)]
+    expected = machine.reference(MODEL, messages, TOKENS)
+    site.slow_s = 60.0
+    pair, linked = Pair(servers, "prefill", "decode"), site.linked(messages)
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(pair.generation, linked)
+        until(lambda: bool(site.asked))
+        refused = servers.client("prefill").post("/pd_role_switch", {"new_role": "decode"})
+        site.released.set()
+        asked.result().check(expected)
+    assert refused.status_code == 400, refused.text
+    assert "requests wait for their media" in refused.text

@@ -505,6 +505,39 @@ def test_a_turn_of_a_session_waits_for_all_its_items(claims, carried):
     assert claims.asked == [False], "the prefix cache is not asked"
 
 
+@pytest.mark.parametrize(
+    ("streams", "session", "refused"),
+    [(True, "s", True), (True, "another", False), (True, None, False), (False, "s", False)],
+)
+@pytest.mark.parametrize("media", [False, True])
+def test_no_turn_of_a_streaming_session_overtakes_one_that_waits(
+    claims, backend, streams, session, refused, media
+):
+    """SGLang, which refuses it while it knows of the other, has not seen that yet."""
+    resume, named = lambda _trace: OFF, lambda id_: streams and id_ == "s"
+    leader = Leader(claims, SECRET, prefix=True, resume=resume, streams=named)
+    first, later = request("first", carried=EXPECT), request("later", carried=EXPECT)
+    first.session_params = SimpleNamespace(id="s")
+    later.session_params = None if session is None else SimpleNamespace(id=session)
+    later.need_wait_for_mm_inputs = media
+    assert leader.pass_on([first]) == []
+    passed = leader.pass_on([later])
+    if not refused:
+        assert passed == ([] if media else [later])
+        return
+    assert passed == [later]
+    ready, ((_, message, status),) = backend().sort_out(passed)
+    assert (ready, status) == ([], 400)
+    assert "already has an active request" in message
+    assert leader.waiting == [first]
+    assert claims.covered == [(), (0,)] if media else [()], "nothing is sent for it"
+    leader.abandon("first".__eq__)
+    again = request("again", carried=EXPECT)
+    again.session_params, again.need_wait_for_mm_inputs = first.session_params, False
+    assert leader.pass_on([again]) == [again]
+    assert not again.need_wait_for_mm_inputs
+
+
 def test_what_another_request_for_the_same_items_failed_of_is_not_waited_for(
     leader, claims, backend
 ):

@@ -144,6 +144,27 @@ def test_a_server_with_requests_that_wait_takes_no_other_role(monkeypatch, reaso
     assert told == (reason or (waits if parked else None))
 
 
+@pytest.mark.parametrize("waits", [False, True])
+@pytest.mark.parametrize("reason", [None, ("in progress", False)])
+def test_nor_does_one_with_requests_that_wait_with_the_leader(monkeypatch, waits, reason):
+    """Every rank is told: they are to do the same."""
+    leader = SimpleNamespace(waiting=["request"] if waits else [])
+    monkeypatch.setattr(prefix.Installed, "leader", leader)
+    change, other = SimpleNamespace(new_role="decode"), SimpleNamespace(rid="r")
+    prefix.note_waiting([other, change])
+    monkeypatch.setattr(prefix.Installed, "leader", None)
+    asked: list[str] = []
+
+    def original(_scheduler: str, role: str) -> tuple[str, bool] | None:
+        asked.append(role)
+        return reason
+
+    told = prefix.refuse_switch(original, "scheduler", change.new_role.lower())
+    assert asked == ["decode"]
+    words = ("instance is not idle: requests wait for their media", True)
+    assert told == (reason or (words if waits else None))
+
+
 class FakeCache:
     def __init__(self) -> None:
         self.disable = False

@@ -6,7 +6,7 @@ import pytest
 import zmq
 
 from sglang_epd.plugin import _pull_and_pass_on
-from sglang_epd.seams import receiving, scheduler
+from sglang_epd.seams import prefix, receiving, scheduler
 from sglang_epd.seams.scheduler import SchedulerSeam, create_backend
 
 
@@ -59,6 +59,15 @@ def test_the_leading_rank_holds_back_what_waits(seam, leader):
     assert seam.waiting_list == [waiting]
     leader.settled = [waiting]
     assert pull(seam, []) == [waiting]
+
+
+def test_a_change_of_role_is_noted_where_requests_wait(seam, leader, monkeypatch):
+    monkeypatch.setattr(prefix.Installed, "leader", leader)
+    change = SimpleNamespace(new_role="decode", need_wait_for_mm_inputs=None)
+    pull(seam, [change])
+    assert change.new_role == "decode"
+    pull(seam, [request("w"), change])
+    assert change.new_role != "decode"
 
 
 def test_a_rank_that_takes_nothing_in_says_so_still(seam):

@@ -63,6 +63,8 @@ LayOut = Callable[[Any, Expect], Any]
 LayOutPart = Callable[[Any, Sequence[ReceivedItem | ItemLayout], Expect | None], Any]
 # In the id of a part of a prompt, behind its request's.
 PART = ".early-"
+# In SGLang's words.
+_TURN_REFUSED = Settled("", (), "ProtocolError", "Streaming session already has an active request.")
 # (request, error message, status)
 Failure = tuple[Any, str, HTTPStatus]
 
@@ -96,6 +98,7 @@ class Leader:
         prefix: whether the ranks have prefix caches to be asked.
         resume: the span that an announcement tells of.
         early: has prompts prefilled in parts; None where that is off.
+        streams: tells of the id of a session whether it is a streaming one.
     """
 
     def __init__(
@@ -106,8 +109,10 @@ class Leader:
         prefix: bool,
         resume: Callable[[str], Span],
         early: Early | None = None,
+        streams: Callable[[str], bool] = lambda _session: False,
     ) -> None:
         self.early = early
+        self._streams = streams
         self._prefix = prefix
         self._resume = resume
         self._claims = claims
@@ -162,12 +167,34 @@ class Leader:
                 outcome = _aborted(settled) if claim.abandoned else settled
                 passed.append(self._carry(claim.request, outcome))
         for received in requests:
-            for request in _split_batch(received):
-                if not manifest.waits(request) or self._hold(request):
-                    passed.append(request)
+            passed += filter(self._goes_on, _split_batch(received))
         if self.early is not None:
             passed += self.early.take()
         return passed + self._given_up(time.monotonic())
+
+    def _goes_on(self, request: Any) -> bool:
+        """Whether a request waits for nothing, or has failed already."""
+        if manifest.waits(request):
+            return self._hold(request)
+        if self._overtakes(request):
+            request.need_wait_for_mm_inputs = True
+            self._carry(request, _TURN_REFUSED)
+        return True
+
+    def _overtakes(self, request: Any) -> bool:
+        """Whether an earlier turn of a request's streaming session waits here. SGLang takes one
+        turn at a time, and has not seen that one."""
+        session = _session(request)
+        return (
+            session is not None
+            and self._streams(session)
+            and any(
+                claim.request is not None
+                and not claim.abandoned
+                and _session(claim.request) == session
+                for claim in self._open.values()
+            )
+        )
 
     def abandon(self, matches: Callable[[str], bool]) -> None:
         """Stop waiting for the requests whose id matches; they will come as failures."""
@@ -186,6 +213,10 @@ class Leader:
             self._carry(request, Settled("", (), error.code, error.message))
             return True
         if isinstance(expect, Settled):
+            return True
+        if self._overtakes(request):
+            self._claim(None, expect, tuple(range(expect.items)), None)
+            self._carry(request, _TURN_REFUSED)
             return True
         if getattr(request, "session_params", None) is not None:
             # Its prompt begins with another turn's: the prefix cache, and a part, would have
@@ -467,6 +498,10 @@ class Backend:
         if request.input_ids is None:
             request.input_ids = array("q")
         return self._abortable(request), error.message, error.http_status
+
+
+def _session(request: Any) -> str | None:
+    return getattr(getattr(request, "session_params", None), "id", None)
 
 
 def _split_batch(received: Any) -> list[Any]:

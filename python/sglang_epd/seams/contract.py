@@ -217,6 +217,8 @@ runtime_context
     encoder and seams: get_serving()
     seams/early: get_schedule()
     encoder/server and seams/roles: publish(server_args role hf_config ranks)
+session.session_controller
+    seams/scheduler: SessionController.get(self session_id)
 server_args
     encoder/model/engine: PortArgs.init_new(server_args dp_rank worker_ports)
     encoder/towers: ServerArgs.resolve_once(self)

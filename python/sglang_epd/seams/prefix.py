@@ -14,7 +14,8 @@ takes it; on `mem_cache.allocator.base.BaseTokenToKVPoolAllocator.evict_to_free_
 room is made for every batch; on `managers.schedule_batch`: `Req._compute_max_prefix_len` and
 `MultimodalInputs.release_features`; on
 `scheduler_components.load_inquirer.SchedulerLoadInquirer.get_loads`, which counts SGLang's own
-queues; on `disaggregation.role_switch._reject_reason`; on
+queues; on `disaggregation.role_switch._reject_reason`, which is given
+`PdRoleSwitchReqInput.new_role`; on
 `disaggregation.prefill.SchedulerDisaggregationPrefillMixin.process_disagg_prefill_inflight_queue`;
 `scheduler_components.output_streamer.SchedulerOutputStreamer`: `stream_output` and
 `_stream_output_embedding`;
@@ -34,6 +35,10 @@ if TYPE_CHECKING:  # imports zmq, in processes that need none of this
     from sglang_epd.language.parts import Parts
     from sglang_epd.language.prefix import PrefixGate
     from sglang_epd.language.relay import Receive
+
+
+# Added to the name of a role where requests wait with the leading rank.
+_UNLESS_WAITING = " unless requests wait"
 
 
 class Installed:
@@ -216,10 +221,20 @@ def free_tokens(original: Any, allocator: Any, tree_cache: Any, num_tokens: int)
     return original(allocator, tree_cache, num_tokens)
 
 
+def note_waiting(requests: Iterable[Any]) -> None:
+    """On the leading rank: a change of role that is among the requests is to be refused by every
+    rank if others wait with this one. SGLang broadcasts those of the first group of ranks alone."""
+    leader = Installed.leader
+    for request in requests:
+        if getattr(request, "new_role", None) and leader is not None and leader.waiting:
+            request.new_role += _UNLESS_WAITING
+
+
 def refuse_switch(original: Any, scheduler: Any, new_role: str) -> Any:
     """Around `_reject_reason`: a server with requests that wait here is not idle."""
-    reason = original(scheduler, new_role)
-    if reason is None and Installed.gate is not None and len(Installed.gate):
+    role, waiting, _ = new_role.partition(_UNLESS_WAITING)
+    reason = original(scheduler, role)
+    if reason is None and (waiting or (Installed.gate is not None and len(Installed.gate))):
         return "instance is not idle: requests wait for their media", True
     return reason
 

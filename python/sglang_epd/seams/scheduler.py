@@ -232,7 +232,19 @@ def create_backend(
             in_parts = None
             if parts is not None:
                 in_parts = early.leading(parts, claims, processor, secret)
-            leader = Leader(claims, secret, prefix=asks, resume=tracing.resume, early=in_parts)
+
+            def streams(session: str) -> bool:
+                found = scheduler.session_controller.get(session)
+                return found is not None and found.streaming
+
+            leader = Leader(
+                claims,
+                secret,
+                prefix=asks,
+                resume=tracing.resume,
+                early=in_parts,
+                streams=streams,
+            )
             prefix.Installed.leader = leader
             _wake(scheduler.idle_sleeper, claims.socket, in_parts)
     if parts is not None or parallel.pp_size == 1:

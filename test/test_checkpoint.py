@@ -26,6 +26,7 @@ PROCESSOR = ["preprocessor_config.json", "video_preprocessor_config.json"]
 WHOLE = "model.safetensors"
 OPTIONS = "--mm-process-config"
 TOKENIZER = "--tokenizer-path"
+SHARDED = ["--load-format", "sharded_state", "--tp-size"]
 PROCESSING = [{}, {"image": {"max_pixels": 50176}}, {"image": {"max_pixels": 100352}}]
 
 
@@ -62,6 +63,12 @@ def in_two_files(folder: Path) -> None:
     (folder / f"{WHOLE}.index.json").write_text(json.dumps({"weight_map": places}))
 
 
+def by_rank(folder: Path) -> None:
+    """As SGLang saves it for two ranks, by the names of files alone."""
+    whole = (folder / WHOLE).rename(folder / "model-rank-0-part-0.safetensors")
+    shutil.copy(whole, folder / "model-rank-1-part-0.safetensors")
+
+
 def preprocessed_otherwise(folder: Path) -> None:
     config = folder / "preprocessor_config.json"
     config.write_text(json.dumps({**json.loads(config.read_text()), "image_mean": [0.0, 0.0, 0.0]}))
@@ -89,6 +96,8 @@ class Found:
             change(root / revision)
         self.plain = str(source)
         self.downloads = str(root / "downloads")
+        sharded = self.sharded = str(shutil.copytree(source, root / "sharded"))
+        by_rank(root / "sharded")
         asked = [
             # First: SGLang takes what the cache of the hub has, whatever the flag says.
             ["--model-path", NAME, "--revision", "two", "--download-dir", self.downloads],
@@ -100,6 +109,7 @@ class Found:
             ["--model-path", self.plain, "--quantization", "fp8"],
             *(["--model-path", self.plain, TOKENIZER, str(root / other)] for other in TOKENIZERS),
             *(["--model-path", self.plain, OPTIONS, json.dumps(one)] for one in PROCESSING),
+            *(["--model-path", sharded, *SHARDED, ranks] for ranks in ("1", "2")),
         ]
         hub = Hub({NAME: {revision: root / revision for revision in REVISIONS}})
         with serving(hub):
@@ -157,6 +167,12 @@ def test_random_weights_are_no_checkpoints(found):
     random = found(found.plain, "--load-format", "dummy")
     assert random["weights"] is None
     assert random["namespace"] != found(found.plain)["namespace"]
+
+
+def test_shards_of_more_ranks_are_refused(found):
+    """SGLang would read a part of each parameter."""
+    assert len(found(found.sharded, *SHARDED, "2")["weights"]) == 2
+    assert "more ranks than --tp-size 1" in found(found.sharded, *SHARDED, "1")["error"]
 
 
 def test_a_folder_for_downloads_is_used(found):

@@ -109,6 +109,7 @@ LANGUAGE = ("model.layers.0.weight", "model.embed_tokens.weight", "lm_head.weigh
         *((lambda made, name=name: made.tensors.pop(name), True) for name in LANGUAGE),
         (lambda made: made.config.update(text_config={"layers": 8}), True),
         (lambda made: made.config.update(vision_config={"depth": 3}), False),
+        (lambda made: made.config["vision_config"].update(dtype="float16"), True),
         (lambda made: made.config.update(audio_config={"depth": 3}), False),
         (lambda made: made.config.update(model_type="qwen2_vl"), False),
         (lambda made: made.processor.update(patch_size=14), False),
@@ -206,6 +207,8 @@ def test_a_checkpoint_without_weights_or_architecture_has_a_namespace_too(tmp_pa
 
 
 TILED = {**CONFIG_OF, "max_dynamic_patch": 12, "transformers_version": "5.0"}
+# As a checkpoint that was quantised has it, saved again.
+SAVED = {"depth": 2, "dtype": "float16"}
 OMNI = {"thinker_config": {"vision_config": {"depth": 2}, "text_config": {"layers": 4}}}
 
 
@@ -223,6 +226,8 @@ def _with(config: dict[str, object], **changed: object) -> dict[str, object]:
         (TILED, _with(TILED, text_config={"layers": 5}), False),
         (TILED, _with(TILED, transformers_version="5.1", dtype="float16"), False),
         (TILED, _with(TILED, quantization_config={"quant_method": "fp8"}), False),
+        (TILED, _with(TILED, compression_config={"format": "pack-quantized"}), False),
+        (OMNI, {"thinker_config": {**OMNI["thinker_config"], "vision_config": SAVED}}, False),
         (OMNI, {"thinker_config": OMNI["thinker_config"], "talker_config": {"layers": 1}}, False),
         # One configuration for all: what is the language model's in it is not told apart.
         ({"vision_config": {"depth": 2}}, {"vision_config": {"depth": 2}, "layers": 5}, False),

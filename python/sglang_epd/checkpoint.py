@@ -4,8 +4,9 @@ SGLang's own loader finds the weights, so that a server fingerprints the files t
 loads: same patterns, same cache, same lock between processes that download. The first
 process that asks for a file downloads it; the others wait for the lock.
 
-Leans on `model_loader.loader.DefaultModelLoader._prepare_weights`, and on
-`transformers.utils.cached_file`, by which SGLang reads configurations.
+Leans on `model_loader.loader`: `DefaultModelLoader._prepare_weights`,
+`ShardedStateLoader._prepare_weights` and `pattern`; and on `transformers.utils.cached_file`, by
+which SGLang reads configurations.
 """
 
 from __future__ import annotations
@@ -79,9 +80,11 @@ def served(*, whole: bool = False) -> Checkpoint:
         whole: whether fingerprints of weights are of all bytes; of samples otherwise.
 
     Raises:
-        ConfigError: `--model-path` is neither a folder nor a name on a hub.
+        ConfigError: `--model-path` is neither a folder nor a name on a hub, or its files are the
+            shards of more ranks.
         OSError, RuntimeError: the files are not there, or the hub does not give them.
     """
+    from sglang.srt.configs.load_config import LoadConfig
     from sglang.srt.runtime_context import get_model, get_serving
     from transformers.utils import cached_file
 
@@ -93,7 +96,12 @@ def served(*, whole: bool = False) -> Checkpoint:
             "give a folder, or a model by its hub name"
         )
     # First: without a network the loader's message names the missing files best.
-    weights = _weights(path, revision, model.load_format, model.download_dir)
+    config = LoadConfig(
+        load_format=model.load_format,
+        download_dir=model.download_dir,
+        model_loader_extra_config=model.model_loader_extra_config,
+    )
+    weights = _weights(path, revision, config)
     configs = {}
     # A file that cannot be had, for want of a network or at all, was not read by SGLang's
     # processor either, which is made before: it keeps in the same cache what it reads.
@@ -150,22 +158,37 @@ def online_quantization(flag: str | None, configs: dict[str, Any]) -> str:
     return f"{flag}-without-{ignored}" if ignored else flag
 
 
-def _weights(
-    path: str, revision: str | None, load_format: str, download_dir: str | None
-) -> tuple[Path, ...] | None:
-    from sglang.srt.configs.load_config import LoadConfig, LoadFormat
+def _weights(path: str, revision: str | None, config: Any) -> tuple[Path, ...] | None:
+    from sglang.srt.configs.load_config import LoadFormat
     from sglang.srt.model_loader.loader import DefaultModelLoader
 
-    config = LoadConfig(load_format=load_format, download_dir=download_dir)
     if config.load_format is LoadFormat.DUMMY:
         return None
+    if config.load_format is LoadFormat.SHARDED_STATE:
+        return _shards(path, revision, config)
     known = (LoadFormat.MISTRAL, LoadFormat.PT, LoadFormat.NPCACHE)
     if config.load_format not in known:
         # Safetensors first, and else *.bin: the other formats are ways to read these.
-        config.load_format = LoadFormat.AUTO
+        config.load_format, config.model_loader_extra_config = LoadFormat.AUTO, {}
     loader = DefaultModelLoader(config)
     _folder, files, _safe = loader._prepare_weights(path, revision, fall_back_to_pt=True)
     return tuple(Path(file) for file in files)
+
+
+def _shards(path: str, revision: str | None, config: Any) -> tuple[Path, ...]:
+    """The files of `--load-format sharded_state`. Of shards that were saved for more ranks SGLang
+    would read as many as it has, and leave the rest of each parameter as the memory was."""
+    from sglang.srt.model_loader.loader import ShardedStateLoader
+    from sglang.srt.runtime_context import get_parallel
+
+    loader = ShardedStateLoader(config)
+    folder, ranks = Path(loader._prepare_weights(path, revision)), get_parallel().tp_size
+    if any(folder.glob(loader.pattern.format(rank=ranks, part="*"))):
+        raise ConfigError(
+            f"--load-format sharded_state: the folder has the shards of more ranks than --tp-size "
+            f"{ranks}; give each server the --tp-size that they were saved with"
+        )
+    return tuple(folder.glob(loader.pattern.format(rank="*", part="*")))
 
 
 def tensors(

@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import logging
 import time
+from collections.abc import Collection
 from typing import Any
 
 from blake3 import blake3
@@ -37,7 +38,14 @@ LANGUAGE_CONFIGS = ("text_config", "llm_config", "language_config")
 # What a checkpoint's configuration says of other things than its model; the language model
 # may be quantised on one server and not on the other.
 _INCIDENTAL = frozenset(
-    {"_name_or_path", "transformers_version", "dtype", "torch_dtype", "quantization_config"}
+    {
+        "_name_or_path",
+        "transformers_version",
+        "dtype",
+        "torch_dtype",
+        "quantization_config",
+        "compression_config",
+    }
 )
 
 
@@ -54,9 +62,10 @@ def namespace(hf_config: Any, checkpoint: Checkpoint, dtype: str, processing: st
     """
     digest = blake3()
     config = hf_config.to_dict()
-    towers = {
-        key: config[key] for key in ("architectures", "model_type", *TOWER_CONFIGS) if key in config
-    }
+    towers = {key: config[key] for key in ("architectures", "model_type") if key in config}
+    for name in TOWER_CONFIGS:
+        if name in config:
+            towers[name] = _without(config[name], _INCIDENTAL)
     described = [MAJOR, PIXELS, dtype, towers]
     digest.update(json.dumps(described, sort_keys=True, default=str).encode())
     joints = _joints(checkpoint.configs.get(CONFIG, {}))
@@ -148,4 +157,13 @@ def _joints(config: dict[str, Any]) -> dict[str, Any]:
     if not any(name in inner for name in LANGUAGE_CONFIGS):
         return {key: config[key] for key in ("processor_config",) if key in config}
     left_out = {*LANGUAGE_CONFIGS, *_INCIDENTAL, *known}
-    return {key: value for key, value in inner.items() if key not in left_out}
+    return {
+        key: _without(value, _INCIDENTAL) for key, value in inner.items() if key not in left_out
+    }
+
+
+def _without(config: Any, names: Collection[str]) -> Any:
+    """A configuration without these fields; another value as it is."""
+    if not isinstance(config, dict):
+        return config
+    return {key: value for key, value in config.items() if key not in names}

@@ -38,7 +38,8 @@ arg_groups.fields.memory
 arg_groups.fields.mm
     flags: Mm(enable_prefix_mm_cache enable_mm_global_cache allowed_media_domains mm_process_config)
 arg_groups.fields.model
-    flags: Model(model_path revision load_format download_dir quantization is_embedding)
+    flags: Model(model_path revision load_format download_dir quantization is_embedding
+        model_loader_extra_config weight_cache_mode)
 arg_groups.fields.observability
     flags: Observability(log_level_http enable_metrics)
 arg_groups.fields.parallel
@@ -51,6 +52,7 @@ arg_groups.fields.serving
         enable_tokenizer_batch_encode)
 configs.load_config
     checkpoint: LoadConfig(load_format download_dir)
+    encoder/model/loading: LoadConfig(load_format model_loader_extra_config)
     checkpoint: LoadFormat(AUTO DUMMY MISTRAL NPCACHE PT)
 constrained.grammar_manager
     seams/prefix: GrammarManager(grammar_queue)
@@ -81,6 +83,7 @@ managers.io_struct
         background)
     seams/embeddings: TokenizedEmbeddingReqInput(rid input_ids input_text mm_inputs sampling_params
         priority lora_id http_worker_ipc time_stats)
+    seams/prefix: PdRoleSwitchReqInput(new_role)
     seams/scheduler: AbortReq(rid abort_all)
     seams/scheduler: BatchTokenizedGenerateReqInput(batch)
     seams/scheduler: TokenizedGenerateReqInput(rid input_ids input_text mm_inputs
@@ -109,7 +112,7 @@ managers.scheduler
     seams/idle: Scheduler(idle_sleeper _prefill_decode_interval_remaining)
     seams/prefix: Scheduler(tree_cache waiting_queue disagg_prefill_bootstrap_queue chunked_req
         running_batch disagg_prefill_inflight_queue beam_coordinator grammar_manager)
-    seams/scheduler: Scheduler(mm_receiver idle_sleeper model_config)
+    seams/scheduler: Scheduler(mm_receiver idle_sleeper model_config session_controller)
 managers.scheduler_components.idle_sleeper
     seams/scheduler: IdleSleeper(poller)
 managers.scheduler_components.request_receiver
@@ -123,8 +126,12 @@ mem_cache.base_prefix_cache
     seams/prefix: MatchResult(device_prefix_len last_device_node)
 model_executor.model_runner
     seams/vision_weights: ModelRunner(model model_config server_args is_draft_worker)
+model_loader.loader
+    checkpoint: ShardedStateLoader(DEFAULT_PATTERN)
 sampling.sampling_params
     language/manifest: SamplingParams(custom_params)
+session.session_controller
+    seams/scheduler: Session(streaming)
 multimodal.processors.base_processor
     encoder/model/engine: BaseMultimodalProcessor(io_executor)
     seams/prompt: BaseMultimodalProcessor(mm_tokens _tokenizer)

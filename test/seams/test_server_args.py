@@ -17,6 +17,7 @@ SERVED = {
     "tp_size": 1,
     "attn_dp_size": 1,
     "mm_enable_dp_encoder": False,
+    "load_format": "auto",
     "pp_size": 1,
     "dp_size": 1,
     "nnodes": 1,
@@ -121,6 +122,8 @@ def test_the_flags_that_are_served_pass(check, changes):
             {"is_embedding": True, "enable_tokenizer_batch_encode": True},
             "--enable-tokenizer-batch-encode with --language-only and an embedding model",
         ),
+        ({"load_format": "remote_instance"}, "--load-format remote_instance"),
+        ({**ENCODER, "load_format": "bitsandbytes"}, "--load-format bitsandbytes"),
     ],
 )
 def test_what_is_not_served_is_refused_by_name(check, changes, named):

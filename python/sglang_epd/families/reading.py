@@ -18,16 +18,9 @@ from torch import nn
 
 from sglang_epd.checkpoint import header
 
-# Loaders that ask for each of a model's parameters by SGLang's name, and call no `load_weights`.
-_BY_PARAMETER = frozenset({"sharded_state", "remote", "remote_instance"})
-
-
-def by_parameter() -> bool:
-    """Whether this server's loader takes no model that has been built in part."""
-    from sglang.srt.runtime_context import get_model
-
-    model = get_model()
-    return model.load_format in _BY_PARAMETER or model.weight_cache_mode != "off"
+# The loader that asks for each of a model's parameters by SGLang's name, and calls no
+# `load_weights`: it takes no model that has been built in part.
+BY_PARAMETER = "sharded_state"
 
 
 @contextmanager

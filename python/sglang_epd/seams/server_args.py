@@ -29,6 +29,8 @@ _SCHEMES = {"http": HTTP, "grpc": ("grpc",)}
 # Models of embeddings that put no rows into the prompt of a language model: CLIP runs one tower of
 # its two for each request, EmbeddingGemma 2 lets every token see every other.
 _WHOLE = frozenset({"CLIPModel", "EmbeddingGemma2Model"})
+# `--load-format` of loaders that read each tensor of the checkpoint, or of another server's model.
+_OF_WHOLE_MODELS = frozenset({"bitsandbytes", "remote_instance"})
 _NOT_LISTED = "Model type {} is not supported for encoder disaggregation."
 
 
@@ -105,6 +107,11 @@ def _refusals(args: Any, hf_config: Any) -> Iterator[str]:
         architecture = hf_config.architectures[0]
         if family_of(architecture) is not None:
             yield f"--enable-adaptive-dispatch-to-encoder is not served with {architecture}"
+    if args.load_format in _OF_WHOLE_MODELS:
+        yield (
+            f"--load-format {args.load_format} is not served: it loads whole models, and neither "
+            "server has one"
+        )
     yield from _of_encoders(args, hf_config) if args.encoder_only else _of_language_servers(args)
 
 

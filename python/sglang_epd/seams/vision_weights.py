@@ -29,7 +29,7 @@ from sglang_epd.device.cuda import empty_cache
 from sglang_epd.families import family_of
 from sglang_epd.families.adapter import load_processor
 from sglang_epd.families.proof import adapt, prove_names
-from sglang_epd.families.reading import by_parameter, changed, held_bytes, tensors_other_than
+from sglang_epd.families.reading import BY_PARAMETER, changed, held_bytes, tensors_other_than
 from sglang_epd.namespace import TOWER_CONFIGS, of_tower
 
 logger = logging.getLogger(__name__)
@@ -77,7 +77,7 @@ class ReleasedTower(nn.Module):
 
 def load(original: Callable[[Any], None], model_runner: Any) -> None:
     """Around `ModelRunner.load_model`: a language-only server loads no tower."""
-    from sglang.srt.runtime_context import get_disagg, get_observability
+    from sglang.srt.runtime_context import get_disagg, get_model, get_observability
 
     disagg = get_disagg()
     # A draft model is of another architecture, and has no tower.
@@ -86,7 +86,8 @@ def load(original: Callable[[Any], None], model_runner: Any) -> None:
         original(model_runner)
         return
     hf_config = model_runner.model_config.hf_config
-    with nullcontext() if by_parameter() else one_block(hf_config), tensors_other_than(of_tower):
+    whole = get_model().load_format == BY_PARAMETER or get_model().weight_cache_mode != "off"
+    with nullcontext() if whole else one_block(hf_config), tensors_other_than(of_tower):
         original(model_runner)
     leave_out(model_runner.model, release(model_runner.model))
     config = model_runner.model_config

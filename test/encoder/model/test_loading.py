@@ -81,35 +81,44 @@ def load(monkeypatch, config):
     module = ModuleType("loader")
     module.DefaultModelLoader = Loader
     module._initialize_model = initialize = lambda config: Model(config.hf_config)
-    context = ModuleType("runtime_context")
     server = ModuleType("server")
     encoder = ModuleType("encoder")
     encoder.server = server
     monkeypatch.setitem(sys.modules, "sglang.srt.model_loader.loader", module)
     monkeypatch.setitem(sys.modules, "sglang.srt.disaggregation.encoder", encoder)
-    monkeypatch.setitem(sys.modules, "sglang.srt.runtime_context", context)
+
+    asked = []
 
     def run(loader, load_format="auto"):
         built = []
-        flags = SimpleNamespace(load_format=load_format, weight_cache_mode="off")
-        context.get_model = lambda: flags
+        options = SimpleNamespace(load_format=load_format, model_loader_extra_config={"a": 1})
 
         def sglangs(*, model_config, load_config, device_config):
             model = module._initialize_model(model_config)
+            asked.append(load_config)
             built.append(len(model.language_model))
-            if load_format != "sharded_state":
+            if load_config.load_format != "sharded_state":
                 model.load_weights(loader.weights())
             return model
 
         arguments = {"model_config": SimpleNamespace(hf_config=config)}
         server.load_model = sglangs
         with without_language_model():
-            model = server.load_model(**arguments, load_config=None, device_config=None)
+            model = server.load_model(**arguments, load_config=options, device_config=None)
         assert server.load_model is sglangs
         assert module._initialize_model is initialize
         return model, model.read, built[0]
 
+    run.asked = asked
     return run
+
+
+def test_shards_that_are_found_by_shape_are_not_read(load, files):
+    """Nor written: the checkpoint's own files are read."""
+    _, read, _ = load(Loader(files), "presharded")
+    assert read.keys() == WEIGHTS.keys()
+    (options,) = load.asked
+    assert (options.load_format, options.model_loader_extra_config) == ("auto", {})
 
 
 def test_a_loader_that_asks_for_each_parameter_has_the_whole_model(load, config):

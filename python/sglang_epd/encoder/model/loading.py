@@ -4,8 +4,9 @@ Some of SGLang's models know `--encoder-only` and build none; others build it in
 These are given a configuration in which it has one layer, the least that SGLang's models
 take, and next to no vocabulary, so that the model's own code stays as it is, whatever it
 calls its parts; what was built of it is given back. Of the checkpoint no tensor of the
-language model is read, and files that have no other are not opened. Loaders that ask for each
-parameter load the whole model, whose language model is given back.
+language model is read, and files that have no other are not opened. A loader that asks for each
+parameter loads the whole model, whose language model is given back. With `--load-format presharded`
+the checkpoint's own files are read.
 
 `MMEncoder` makes its process groups on the accelerator of its rank's number. That is another than
 its own where there are several towers, or `--base-gpu-id`.
@@ -23,7 +24,7 @@ from typing import Any
 
 from torch import nn
 
-from sglang_epd.families.reading import by_parameter, changed, tensors_other_than
+from sglang_epd.families.reading import BY_PARAMETER, changed, tensors_other_than
 from sglang_epd.namespace import LANGUAGE_CONFIGS, of_language_model
 
 # Of a language model that says nothing; the id of its padding has to be in its vocabulary.
@@ -39,7 +40,11 @@ def without_language_model() -> Iterator[None]:
 
     def load_tower(*, model_config: Any, load_config: Any, device_config: Any) -> nn.Module:
         hf_config = getattr(model_config.hf_config, "thinker_config", model_config.hf_config)
-        whole = by_parameter()
+        if load_config.load_format == "presharded":
+            # It finds its files by the shapes of tensors, and not by their content. Towers that
+            # start side by side would write the same files.
+            load_config.load_format, load_config.model_loader_extra_config = "auto", {}
+        whole = load_config.load_format == BY_PARAMETER
         # SGLang says so of the whole model only, and a thinker is asked by itself.
         hf_config.encoder_only = not whole
         smaller = nullcontext() if whole else _nothing_to_say(hf_config)

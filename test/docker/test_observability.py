@@ -153,12 +153,51 @@ tests:
 """
 
 
+_FAILED = """
+rule_files: [{alerts}]
+evaluation_interval: 1m
+tests:
+  - interval: 1m
+    input_series:
+      - series: 'sglang:epd_dispatch_failures_total{{instance="encoder",reason="DeadlineError"}}'
+        values: '0x5 1x20'
+      - series: 'sglang:epd_receiver_expired_requests_total{{instance="ledger"}}'
+        values: '0x5 1x20'
+      - series: 'sglang:epd_dispatch_failures_total{{instance="fine",reason="DeadlineError"}}'
+        values: '0x25'
+      - series: 'sglang:epd_receiver_waiting_offers{{instance="full"}}'
+        values: '0x2 3x20'
+      - series: 'sglang:epd_receiver_waiting_offers{{instance="busy"}}'
+        values: '0 2 0 1 0 2 0 1 0 3 0 2 0'
+    promql_expr_test:
+      - expr: count by (instance) (ALERTS{{alertname="EpdRequestsExpired",alertstate="firing"}})
+        eval_time: 10m
+        exp_samples:
+          - {{labels: '{{instance="encoder"}}', value: 1}}
+          - {{labels: '{{instance="ledger"}}', value: 1}}
+      - expr: count by (instance) (ALERTS{{alertname="EpdReceiveBudgetFull",alertstate="firing"}})
+        eval_time: 10m
+        exp_samples: [{{labels: '{{instance="full"}}', value: 1}}]
+"""
+
+
 @pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not in PATH")
-@pytest.mark.parametrize(("of", "more"), [("dispatch", ',loop="tokenizer"'), ("encoder", "")])
-def test_a_loop_that_stands_still_raises_an_alert_and_no_other_does(tmp_path, of, more):
-    told = tmp_path / "test.yaml"
-    told.write_text(_STALLS.format(alerts=OBSERVABILITY / "alerts.yaml", of=of, more=more))
+def test_requests_that_are_late_and_memory_that_is_full_raise_alerts(tmp_path):
+    """The first one, too, whether the encoder or the ledger ends it. Offers that wait now and then
+    raise none."""
+    check(tmp_path, _FAILED.format(alerts=OBSERVABILITY / "alerts.yaml"))
+
+
+def check(folder, text):
+    told = folder / "test.yaml"
+    told.write_text(text)
     ran = subprocess.run(
         ["promtool", "test", "rules", str(told)], capture_output=True, text=True, check=False
     )
     assert ran.returncode == 0, ran.stdout + ran.stderr
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not in PATH")
+@pytest.mark.parametrize(("of", "more"), [("dispatch", ',loop="tokenizer"'), ("encoder", "")])
+def test_a_loop_that_stands_still_raises_an_alert_and_no_other_does(tmp_path, of, more):
+    check(tmp_path, _STALLS.format(alerts=OBSERVABILITY / "alerts.yaml", of=of, more=more))

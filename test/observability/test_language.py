@@ -11,6 +11,7 @@ import prometheus_client
 import pytest
 
 import sglang_epd
+from sglang_epd.observability.encoder import EncoderMetrics
 from sglang_epd.observability.language import DispatchTally, PrometheusTally, ReceiverMetrics
 from sglang_epd.tally import Tally
 
@@ -139,8 +140,17 @@ def test_requests_are_told_by_their_items_and_encoders(registry):
     assert value("media_seconds_bucket", le="0.1") == 0
     assert value("media_seconds_bucket", le="0.3") == 1
     assert value("namespace", namespace="ns") == 1
+    # Rules ask for an increase, and shares for a part, of series that have to be there before.
+    assert value("failures_total", reason="DeadlineError") == 0
+    assert value("items_total", source="computed") == 0
 
 
 def test_only_what_is_declared_is_counted(registry):
     with pytest.raises(AttributeError):
         DispatchTally("ns", STATES, registry).observe("surprises", 1.0)
+
+
+def test_an_encoder_shows_what_rules_and_shares_are_of_before_it_happens():
+    shown = EncoderMetrics().registry.get_sample_value
+    assert shown("sglang:epd_encoder_failures_total", {"code": "EncodeError"}) == 0
+    assert shown("sglang:epd_encoder_lookups_total", {"source": "computed"}) == 0

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry
 
+from sglang_epd.errors import EncodeError
 from sglang_epd.observability.metrics import LAG_BUCKETS_S, Metrics, counter, gauge, histogram
 
 if TYPE_CHECKING:
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from sglang_epd.store.backend import Breaker
     from sglang_epd.wire.http import EncodeItem, ItemOutcome
 
-_STAGE_BUCKETS_S = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
+_STAGE_BUCKETS_S = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 60.0, 120.0)
 _BREAKER_STATES = ("closed", "half_open", "open")
 
 
@@ -119,6 +120,9 @@ class EncoderMetrics(Metrics):
         self.registry = CollectorRegistry()
         self.beside = Beside()
         super().__init__(self.registry)
+        # A rate is seen of a series that was there before, and a share of one that is there.
+        self.failures.labels(EncodeError.__name__)
+        self.lookups.labels("computed")
 
     def evicted(self, entry: Entry) -> None:
         """An embedding left the cache for room."""

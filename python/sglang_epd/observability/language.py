@@ -8,6 +8,7 @@ from collections.abc import Iterable
 
 from prometheus_client import REGISTRY, CollectorRegistry, Gauge
 
+from sglang_epd.errors import DeadlineError
 from sglang_epd.observability.metrics import (
     LAG_BUCKETS_S,
     Metrics,
@@ -70,6 +71,9 @@ class DispatchTally(PrometheusTally):
         metrics = DispatchMetrics(registry)
         super().__init__(metrics)
         metrics.namespace.labels(namespace).set(1)
+        # An increase is seen of a series that was there before, and a share of one that is there.
+        metrics.failures.labels(DeadlineError.__name__)
+        metrics.items.labels("computed")
         self._encoders = metrics.encoders
         self._states: Counter[str] = Counter()
         for state in states:
@@ -99,7 +103,7 @@ class DecisionMetrics(Metrics):
 class ReceiverMetrics(Metrics):
     prefix = "sglang:epd_receiver_"
     offers = counter("Offers of encoders")
-    waits = counter("Offers that had to wait for memory")
+    waits = counter("Offers that had to wait: for memory, or the prefix cache to be asked")
     grants = counter("Offers that were granted")
     declines = counter("Offers that were declined", "reason")
     hits = counter("Items whose embedding was here: when announced, or when offered", "when")
@@ -111,7 +115,7 @@ class ReceiverMetrics(Metrics):
     expired_requests = counter("Requests whose items did not arrive by their deadline")
     dropped = counter("Messages dropped", "reason")
     wait_seconds = histogram(
-        "Time offers waited for memory before they were granted",
+        "Time offers waited until they were granted: for memory, or the prefix cache to be asked",
         buckets=(0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0),
     )
     held_bytes = gauge("Bytes granted, received or being read", across="livesum")

@@ -101,6 +101,11 @@ class Ledger:
             asked.add(ticket)
             yield ticket
 
+    @property
+    def waiting(self) -> int:
+        """Offers that wait for memory."""
+        return sum(len(entry.waiting) for entry in self._entries.values())
+
     def knows(self, ticket: str) -> bool:
         """Whether a ticket was announced, as far back as that is remembered."""
         return ticket in self._entries or ticket in self._ended

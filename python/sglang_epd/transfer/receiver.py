@@ -50,7 +50,8 @@ _MAX_UNKNOWN_BYTES = 8 << 20
 _MIN_UNKNOWN_BYTES = 8 << 10
 # How many messages one turn takes from a socket before it looks at the other one.
 _BURST = 64
-# Frames that libzmq may buffer for one connection before this thread has read them.
+# Messages, of at most a frame of payload each, that libzmq may buffer for one connection before
+# this thread has read them.
 _RECEIVE_HWM = 32
 # Messages for an encoder that reads nothing; more than it can have items in work.
 _SEND_HWM = 8192
@@ -496,8 +497,7 @@ class Receiver:
                 # know it, or not any more, withdraws it.
                 assert block.peer is not None
                 self._tell(block.peer, wire.Grant(*block.name, 0.0, wire.Inline()))
-        waiting = len(self._held) - len(self._unannounced)
-        reserved = self._reservations
+        reserved, waiting = self._reservations, self._ledger.waiting
         quarantined = len(reserved.quarantined)
         self.tally.held(reserved.held_bytes, waiting, quarantined, kept=reserved.kept_bytes)
         idle = self._last_payload is not None and now > self._last_payload + _IDLE_S

@@ -2,7 +2,7 @@
 
     .venv/bin/python benchmark/compare.py [--minutes 30] [--arms ...] [--workloads ...]
     .venv/bin/python benchmark/compare.py --scale paper --model Qwen/Qwen2.5-VL-7B-Instruct \\
-        --gpus 0 1 --cores 0-31 --client-cores 32-47
+        --arms colocated-dp in-tree-1e1p epd-1e1p --gpus 0 1 --cores 0-31 --client-cores 32-47
     .venv/bin/python benchmark/compare.py --render benchmark/results/compare.json
 
 Arms are files of benchmark/arms/, workloads of benchmark/workloads/. The arms of a round are
@@ -44,7 +44,7 @@ sys.path += [str(ROOT / "scripts"), str(ROOT / "test")]
 
 import tokenizers  # noqa: E402
 from comparison import report, schedule  # noqa: E402
-from comparison.arms import Arm  # noqa: E402
+from comparison.arms import Arm, Place  # noqa: E402
 from comparison.clients import ClientError  # noqa: E402
 from comparison.files import read_all  # noqa: E402
 from comparison.results import Results, load, machine, versions  # noqa: E402
@@ -147,8 +147,14 @@ def resumed(options: argparse.Namespace) -> Results:
 
 
 def dry_run(options: argparse.Namespace) -> str:
-    """What would be run, and how long that is likely to take."""
+    """What would be run, and how long that is likely to take.
+
+    Raises:
+        ValueError: the servers of an arm want more cores or GPUs than there are.
+    """
     results, minutes = empty(options), options.minutes
+    for arm in results.arms:
+        Place(cores=results.cores, gpus=results.gpus).deal(arm)
     cost = schedule.reckoned(results.workloads, options.scale, QUESTIONS)
     rounds, lines, taken = plan(options, results), [], 0.0
     before, seen = None, set[str]()

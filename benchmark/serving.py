@@ -3,8 +3,9 @@
     .venv/bin/python benchmark/serving.py [--rounds 5] [--out benchmark/results/serving.md]
 
 Three arms: this package, in-tree EPD (`SGLANG_EPD=off`), and one colocated server. All are
-up; in each round they take turns, another one first each time, with requests of that round's
-seed, so that no arm has seen them before.
+up, and warm from a run that does not count; in each round they take turns, another one first each
+time, with requests of that round's seed, so that no arm has seen them before. `bench_serving`
+does not warm up: it would send the first of the requests that it measures.
 """
 
 from __future__ import annotations
@@ -27,8 +28,10 @@ from sglang_epd.cli.processes import ServerProcess, stop_all
 
 FLAGS = (
     "--backend sglang-oai-chat --dataset-name image --image-count 3 --image-resolution 360p "
-    "--random-input-len 64 --random-output-len 32 --num-prompts 32 --request-rate 2"
+    "--random-input-len 64 --random-output-len 32 --num-prompts 32 --request-rate 2 "
+    "--warmup-requests 0"
 )
+_WARM_SEED = 1000
 
 
 MEASURES = ("mean_ttft_ms", "median_ttft_ms", "p99_ttft_ms", "mean_tpot_ms")
@@ -55,6 +58,8 @@ def measure(model: str, rounds: int, logs: Path) -> dict[str, list[dict[str, Any
             up += [server for server, _ in servers.values()]
             urls[arm.name] = servers[arm.roles[-1]][1]
         results: dict[str, list[dict[str, Any]]] = {name: [] for name in urls}
+        for url in urls.values():
+            bench(url, model, logs, seed=_WARM_SEED)
         for number in range(rounds):
             order = list(urls)
             for _ in range(number % len(order)):

@@ -17,7 +17,9 @@ from sglang_epd.cli.processes import ServerError, ServerProcess, free_port, stop
 from sglang_epd.schema import Data
 
 HOST = "127.0.0.1"
+# Of an arm's servers together. With GPUs a model of dozens of gigabytes may have to be fetched.
 START_TIMEOUT_S = 400.0
+START_TIMEOUT_WITH_GPUS_S = 1800.0
 # Server processes that are up at a time: more do not fit into a small machine's memory.
 MAX_SERVERS = 5
 
@@ -173,6 +175,7 @@ class Running:
             ServerError: one did not start, or runs elsewhere than it is pinned to.
         """
         begin = time.monotonic()
+        limit_s = START_TIMEOUT_WITH_GPUS_S if self._place.gpus else START_TIMEOUT_S
         routers = [
             server
             for server, (kind, _, _) in zip(self.servers, self._ports, strict=True)
@@ -183,7 +186,7 @@ class Running:
             for server in group:
                 server.start()
             for server in group:
-                server.wait_ready(max(1.0, begin + START_TIMEOUT_S - time.monotonic()))
+                server.wait_ready(max(1.0, begin + limit_s - time.monotonic()))
         self._check_pinned()
         return time.monotonic() - begin
 

@@ -233,6 +233,8 @@ class Runner:
         name = running.arm.name
         start = Start(name, number, seconds, list(running.commands), load_average)
         self._results.starts.append(start)
+        # A new server's first request takes longer than others.
+        question(running.url, self._made.questions(self._results.workloads[0])[0], QUESTION_TOKENS)
         say(f"round {number + 1}: {name} is up after {seconds:.0f} s")
 
     def _stop(self) -> None:

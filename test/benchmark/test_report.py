@@ -185,6 +185,13 @@ def test_the_projects_own_comparison_is_reckoned_within_its_minutes() -> None:
     assert dry_run(arguments(["--scale", "paper"])).endswith("minutes")
 
 
+def test_a_dry_run_says_that_there_are_too_few_gpus():
+    with pytest.raises(ValueError, match="epd-2e1p: GPUs: 3 are wanted by some servers, of 2"):
+        dry_run(arguments(["--gpus", "0", "1"]))
+    pair = ["--arms", "colocated-dp", "in-tree-1e1p", "epd-1e1p"]
+    assert "round 1, epd-1e1p" in dry_run(arguments(["--gpus", "0", "1", *pair]))
+
+
 def test_a_run_that_was_ended_is_partial_and_gone_on_with(tmp_path: Path) -> None:
     typed = ["--arms", "colocated", "epd-1e1p", "--workloads", "single", "--out"]
     options = arguments([*typed, str(tmp_path / "x.md")])

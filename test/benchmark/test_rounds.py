@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar, Self
@@ -85,6 +86,38 @@ def turns(results: Any) -> list[list[str]]:
     for run in results.runs:
         found.setdefault(run.round, []).append(run.arm)
     return [found[number] for number in sorted(found)]
+
+
+def test_a_server_is_asked_before_it_is_measured_whenever_it_was_started(options, monkeypatch):
+    events: list[tuple[str, str]] = []
+    begin, run, calls = Servers.start, Clients.run, itertools.count(1)
+
+    def start(servers: Servers) -> float:
+        events.append(("start", servers.url))
+        return begin(servers)
+
+    def load(clients: Clients, url: str, sent: Load, seconds: float) -> Any:
+        events.append(("load", url))
+        return run(clients, url, sent, seconds)
+
+    def question(url: str, *_: object) -> dict[str, Any]:
+        events.append(("question", url))
+        return answer()
+
+    def check_running() -> None:
+        if next(calls) == 4:
+            raise ServerError("a load has ended it.")
+
+    monkeypatch.setattr(Servers, "start", start)
+    monkeypatch.setattr(Servers, "servers", (SimpleNamespace(check_running=check_running),))
+    monkeypatch.setattr(Clients, "run", load)
+    monkeypatch.setattr(runner, "question", question)
+    compare.compare(options)
+    starts = [number for number, (what, _) in enumerate(events) if what == "start"]
+    assert len(starts) == len(MAIN) + len(OTHERS) + 1
+    for number in starts:
+        _, url = events[number]
+        assert next(what for what, other in events[number + 1 :] if other == url) == "question"
 
 
 MAIN = ["colocated", "in-tree-1e1p", "epd-1e1p"]

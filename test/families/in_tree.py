@@ -203,10 +203,9 @@ class Made(NamedTuple):
 
 
 class Sides:
-    """The three sides, of one model."""
+    """The three sides, of one model; `decoders` are of all models."""
 
-    def __init__(self, server_args: Any, config: Any) -> None:
-        from sglang_epd.decoding import Decoders
+    def __init__(self, server_args: Any, config: Any, decoders: Any) -> None:
         from sglang_epd.device import device_of
         from sglang_epd.encoder.model.adapted import AdaptedPreparer
         from sglang_epd.encoder.model.preparing import Preparer
@@ -227,7 +226,7 @@ class Sides:
         self._one = load_processor(server_args, config)
         self._encoder = _encoder(server_args, config, _model(config))
         self._lays_out = lays_out(load_processor(server_args, config), architecture)
-        self._decoders = Decoders(MediaLimits(), 2 << 30, 2, cuts=True)
+        self._decoders = decoders
         self._preparer: Any
         if family is None:
             encoder = _encoder(server_args, config, self._model)
@@ -493,7 +492,7 @@ def _encoder(server_args: Any, config: Any, model: Any) -> Any:
     return encoder
 
 
-def run(name: str, folder: str, items: dict[str, Item]) -> None:
+def run(name: str, folder: str, items: dict[str, Item], decoders: Any) -> None:
     """Print the cases of a listed family, or of one of `OTHERS`."""
     from sglang.srt.arg_groups.overrides import model_config_of
     from sglang.srt.runtime_context import get_parallel, publish
@@ -508,7 +507,7 @@ def run(name: str, folder: str, items: dict[str, Item]) -> None:
     server_args.resolve_once()
     publish(server_args, role="encoder")
     get_parallel().override_permanently(tp_rank=0, attn_tp_rank=0, attn_tp_size=1)
-    sides = Sides(server_args, model_config_of(server_args))
+    sides = Sides(server_args, model_config_of(server_args), decoders)
     marks = {name.upper(): mark for name, mark in family.marks.items()}
     letters = {name[0].lower(): mark for name, mark in marks.items()}
     letters |= {"b": END_OF_TEXT, "c": "<IMG_CONTEXT>"}
@@ -547,6 +546,13 @@ def _changed(folder: Path, scratch: Path, other: Other) -> Path:
 def main(names: Sequence[str]) -> None:
     # A fork has no team of threads, and would wait for it.
     torch.set_num_threads(1)
+    from sglang_epd.decoding import Decoders
+    from sglang_epd.media import MediaLimits
+
+    # The processes that fork children import for seconds: side by side with SGLang, and once.
+    decoders = Decoders(MediaLimits(), 2 << 30, 2, cuts=True)
+    decoders.pictures.nursery.start()
+    decoders.films.nursery.start()
     from sglang.srt.plugins import load_plugins
 
     load_plugins()
@@ -565,13 +571,15 @@ def main(names: Sequence[str]) -> None:
         if (child := os.fork()) == 0:
             try:
                 with tempfile.TemporaryDirectory() as scratch:
-                    run(name, str(_changed(checkpoint, Path(scratch), other)), items)
+                    folder = _changed(checkpoint, Path(scratch), other)
+                    run(name, str(folder), items, decoders)
             except BaseException:
                 traceback.print_exc()
             finally:
                 sys.stderr.flush()
                 os._exit(0)
         os.waitpid(child, 0)
+    decoders.close()
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import itertools
 import re
 import shutil
 import subprocess
+from ipaddress import ip_address, ip_network
 from typing import Any
 
 import kubernetes_validate
@@ -129,6 +130,32 @@ def test_policies_let_in_only_whom_they_name(manifests):
                 known = components(manifests) | {"language", "prefill"}
                 assert set(values) <= known
     assert guarded >= {"all", *components(manifests)} - {"metrics"}
+
+
+PRIVATE = ("10.1.2.3", "100.64.0.1", "168.63.129.16", "169.254.169.254", "172.31.0.1")
+PRIVATE += ("192.168.0.1", "64:ff9b::a00:1", "2002:a00:1::", "fc00::1", "fe80::1", "::1")
+
+
+def test_servers_that_may_fetch_reach_nothing_private(manifests):
+    (policy,) = [one for one in of(manifests, "NetworkPolicy") if "egress" in one["spec"]]
+    (expression,) = policy["spec"]["podSelector"]["matchExpressions"]
+    assert set(expression["values"]) == {"encoder", "decode"}
+    blocks = [
+        peer["ipBlock"]
+        for rule in policy["spec"]["egress"]
+        for peer in rule["to"]
+        if "ipBlock" in peer
+    ]
+
+    def reached(address: str) -> bool:
+        return any(
+            ip_address(address) in ip_network(block["cidr"])
+            and not any(ip_address(address) in ip_network(one) for one in block["except"])
+            for block in blocks
+        )
+
+    assert [address for address in PRIVATE if reached(address)] == []
+    assert all(map(reached, ("93.184.216.34", "2606:2800:220:1::1")))
 
 
 def test_pods_are_nobody_and_may_do_nothing(manifests):

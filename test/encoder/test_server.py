@@ -85,6 +85,7 @@ def test_the_setting_of_a_store_counts_before_sglangs_flag(monkeypatch, caplog, 
     monkeypatch.setenv("MOONCAKE_PROTOCOL", "tcp")
     assert _store_url(Settings(store=typed)) == used
     assert caplog.text.count("--enable-mm-global-cache") == flag
+    assert "segment_mb" not in caplog.text, "parameters may be secrets"
 
 
 @pytest.mark.parametrize(

@@ -49,7 +49,7 @@ from sglang_epd.namespace import namespace
 from sglang_epd.observability.emulation import EmulationMetrics
 from sglang_epd.observability.encoder import EncoderMetrics, StoreMetrics
 from sglang_epd.spans import OFF, Span
-from sglang_epd.store import SharedStore, open_store, store_url
+from sglang_epd.store import SharedStore, StoreUrl, open_store, store_url
 from sglang_epd.tally import LoopLag
 from sglang_epd.transfer import mooncake
 from sglang_epd.transfer.sender import Sender
@@ -337,7 +337,7 @@ def _store_url(settings: Settings) -> str:
         logger.info("SGLANG_EPD_STORE names the store, --enable-mm-global-cache does not")
         return settings.store
     url = store_url(os.environ)
-    logger.info("--enable-mm-global-cache is SGLANG_EPD_STORE=%s", url)
+    logger.info("--enable-mm-global-cache is SGLANG_EPD_STORE=%s", StoreUrl.parse(url).shown)
     return url
 
 

@@ -41,11 +41,11 @@ def held(url: str) -> dict[str, float]:
 
 
 def counted(url: str, name: str, label: str) -> Counter[str]:
-    """The same by the values of one label."""
+    """The same by the values of one label; none of which nothing was counted yet."""
     found: Counter[str] = Counter()
     for labels, value in samples(url, name):
         found[labels[label]] += int(value)
-    return found
+    return +found
 
 
 def status(topology: Topology, role: str = "encoder") -> dict[str, Any]:

@@ -78,11 +78,8 @@ def _create_mm_receiver(args: Any, scheduler: Any = None, **options: Any) -> Any
 
 def _pull_and_pass_on(original: Any, request_receiver: Any) -> Any:
     pulled, seam = original(request_receiver), request_receiver.mm_receiver
-    if pulled is None or seam is None:
-        return pulled  # None on the ranks that do not lead
-    passed = seam.pass_on(pulled)
-    prefix.note_waiting(passed)
-    return passed
+    # None on the ranks that do not lead.
+    return pulled if pulled is None or seam is None else seam.pass_on(pulled)
 
 
 def _process(original: Any, scheduler: Any, recv_reqs: Any) -> None:

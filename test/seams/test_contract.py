@@ -51,9 +51,9 @@ arg_groups.fields.serving
         ssl_certfile ssl_keyfile ssl_keyfile_password ssl_ca_certs enable_ssl_refresh
         enable_tokenizer_batch_encode)
 configs.load_config
-    checkpoint: LoadConfig(load_format download_dir)
+    checkpoint: LoadConfig(load_format download_dir model_loader_extra_config)
+    checkpoint: LoadFormat(AUTO DUMMY MISTRAL NPCACHE PT SHARDED_STATE)
     encoder/model/loading: LoadConfig(load_format model_loader_extra_config)
-    checkpoint: LoadFormat(AUTO DUMMY MISTRAL NPCACHE PT)
 constrained.grammar_manager
     seams/prefix: GrammarManager(grammar_queue)
 disaggregation.common.conn
@@ -127,7 +127,7 @@ mem_cache.base_prefix_cache
 model_executor.model_runner
     seams/vision_weights: ModelRunner(model model_config server_args is_draft_worker)
 model_loader.loader
-    checkpoint: ShardedStateLoader(DEFAULT_PATTERN)
+    checkpoint: ShardedStateLoader(pattern)
 sampling.sampling_params
     language/manifest: SamplingParams(custom_params)
 session.session_controller

@@ -146,13 +146,11 @@ def test_a_server_with_requests_that_wait_takes_no_other_role(monkeypatch, reaso
 
 @pytest.mark.parametrize("waits", [False, True])
 @pytest.mark.parametrize("reason", [None, ("in progress", False)])
-def test_nor_does_one_with_requests_that_wait_with_the_leader(monkeypatch, waits, reason):
+def test_nor_does_one_with_requests_that_wait_with_the_leader(waits, reason):
     """Every rank is told: they are to do the same."""
     leader = SimpleNamespace(waiting=["request"] if waits else [])
-    monkeypatch.setattr(prefix.Installed, "leader", leader)
     change, other = SimpleNamespace(new_role="decode"), SimpleNamespace(rid="r")
-    prefix.note_waiting([other, change])
-    monkeypatch.setattr(prefix.Installed, "leader", None)
+    prefix.note_waiting(leader, [other, change])
     asked: list[str] = []
 
     def original(_scheduler: str, role: str) -> tuple[str, bool] | None:

@@ -6,7 +6,7 @@ import pytest
 import zmq
 
 from sglang_epd.plugin import _pull_and_pass_on
-from sglang_epd.seams import prefix, receiving, scheduler
+from sglang_epd.seams import receiving, scheduler
 from sglang_epd.seams.scheduler import SchedulerSeam, create_backend
 
 
@@ -61,8 +61,7 @@ def test_the_leading_rank_holds_back_what_waits(seam, leader):
     assert pull(seam, []) == [waiting]
 
 
-def test_a_change_of_role_is_noted_where_requests_wait(seam, leader, monkeypatch):
-    monkeypatch.setattr(prefix.Installed, "leader", leader)
+def test_a_change_of_role_is_noted_where_requests_wait(seam):
     change = SimpleNamespace(new_role="decode", need_wait_for_mm_inputs=None)
     pull(seam, [change])
     assert change.new_role == "decode"

@@ -149,6 +149,7 @@ model_loader
 model_loader.loader
     checkpoint and families/reading: DefaultModelLoader._prepare_weights(self model_name_or_path
         revision fall_back_to_pt allow_patterns_overrides)
+    checkpoint: ShardedStateLoader._prepare_weights(self model_name_or_path revision)
     families/reading: _initialize_model(model_config load_config quant_config)
 multimodal.processors.base_processor
     families/adapter: BaseMultimodalProcessor.compute_mrope_positions(self input_ids mm_items)
@@ -217,11 +218,11 @@ runtime_context
     encoder and seams: get_serving()
     seams/early: get_schedule()
     encoder/server and seams/roles: publish(server_args role hf_config ranks)
-session.session_controller
-    seams/scheduler: SessionController.get(self session_id)
 server_args
     encoder/model/engine: PortArgs.init_new(server_args dp_rank worker_ports)
     encoder/towers: ServerArgs.resolve_once(self)
+session.session_controller
+    seams/scheduler: SessionController.get(self session_id)
 utils.common
     encoder/server: configure_logger(server_args prefix)
     decoding/sound: load_audio(audio_file sr mono)

@@ -221,12 +221,11 @@ def free_tokens(original: Any, allocator: Any, tree_cache: Any, num_tokens: int)
     return original(allocator, tree_cache, num_tokens)
 
 
-def note_waiting(requests: Iterable[Any]) -> None:
+def note_waiting(leader: Leader, requests: Iterable[Any]) -> None:
     """On the leading rank: a change of role that is among the requests is to be refused by every
     rank if others wait with this one. SGLang broadcasts those of the first group of ranks alone."""
-    leader = Installed.leader
     for request in requests:
-        if getattr(request, "new_role", None) and leader is not None and leader.waiting:
+        if getattr(request, "new_role", None) and leader.waiting:
             request.new_role += _UNLESS_WAITING
 
 

@@ -91,7 +91,11 @@ class SchedulerSeam:
 
     def pass_on(self, pulled: list[Any]) -> list[Any]:
         """On the leading rank, before the broadcast: hold back requests that wait for items."""
-        return self._leader.pass_on(pulled) if self._leader is not None else pulled
+        if self._leader is None:
+            return pulled
+        passed = self._leader.pass_on(pulled)
+        prefix.note_waiting(self._leader, passed)
+        return passed
 
     def process_waiting_requests(self, recv_reqs: list[Any]) -> tuple[list[Any], list[Failure]]:
         """On every rank: the requests that can go on, and those that failed."""
@@ -124,6 +128,11 @@ class SchedulerSeam:
             self._leader.abandon(named)
         if self._parts is not None:
             self._parts.abort(named)
+
+
+def _streams(scheduler: Any, session: str) -> bool:
+    found = scheduler.session_controller.get(session)
+    return found is not None and found.streaming
 
 
 def _relay(elsewhere: range) -> Relay | None:
@@ -232,18 +241,13 @@ def create_backend(
             in_parts = None
             if parts is not None:
                 in_parts = early.leading(parts, claims, processor, secret)
-
-            def streams(session: str) -> bool:
-                found = scheduler.session_controller.get(session)
-                return found is not None and found.streaming
-
             leader = Leader(
                 claims,
                 secret,
                 prefix=asks,
                 resume=tracing.resume,
                 early=in_parts,
-                streams=streams,
+                streams=partial(_streams, scheduler),
             )
             prefix.Installed.leader = leader
             _wake(scheduler.idle_sleeper, claims.socket, in_parts)

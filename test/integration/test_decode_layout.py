@@ -153,6 +153,34 @@ def test_who_leaves_both_servers_is_waited_for_by_neither(
     qwen2_5.check_alive()
 
 
+def test_what_the_prefill_refuses_before_it_begins_is_fetched_by_neither(
+    qwen2_5: Topology, site: Site, photographs: Photographs
+) -> None:
+    """The decode server would take it, and SGLang's loader reads any address."""
+    router, laid_out = qwen2_5.client("router"), _laid_out(qwen2_5)
+    messages = site.linked(one(photographs))
+    room = {
+        "bootstrap_host": "127.0.0.1",
+        "bootstrap_port": qwen2_5.ports["prefill bootstrap"],
+        "bootstrap_room": 4712,
+    }
+    site.slow_s = 60.0
+    with ThreadPoolExecutor(1) as pool:
+        prefill = qwen2_5.client("prefill")
+        first = pool.submit(prefill.leaves, *messages, after_s=10, rid="twice", **room)
+        until(lambda: site.asked, 5, "the first asks for its picture")
+        private = user(image_part(f"{site.url}/private.png"), text_part("What is this?"))
+        response = router.chat(private, rid="twice")
+        first.result()
+    assert response.status_code == 400, response.text
+    assert "Duplicate" in response.text
+    assert site.asked == [*site.files]
+    assert (laid_out("failed"), laid_out("own")) == (1, 0)
+    site.slow_s = 0.0
+    assert router.answer(*site.linked(one(photographs[1:])))
+    qwen2_5.check_alive()
+
+
 @pytest.mark.parametrize(
     ("bad", "status", "reason", "stream"),
     [

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import threading
 import time
 from collections.abc import Awaitable, Callable
@@ -12,9 +11,10 @@ from contextlib import AsyncExitStack
 import aiohttp
 import pytest
 from aiohttp import web
+from yarl import URL
 
 import sites
-from sglang_epd.errors import DeadlineError, MediaTooLargeError
+from sglang_epd.errors import DeadlineError, MediaTooLargeError, UnavailableError
 from sglang_epd.language import layout_exchange
 from sglang_epd.language.layout_exchange import PATH, LayoutClient, LayoutRoute, authorization
 from sglang_epd.language.layouts import Board
@@ -85,9 +85,15 @@ async def test_a_request_that_failed_is_that_error(board, serve, client):
         await client.ask("127.0.0.1", await serve(), ROOM)
 
 
-async def test_an_unheard_of_room_is_unknown(board, serve, client):
-    assert await client.ask("127.0.0.1", await serve(), ROOM) is None
+async def test_an_unheard_of_room_is_an_error(board, serve, client):
+    with pytest.raises(UnavailableError, match="knows nothing of this request"):
+        await client.ask("127.0.0.1", await serve(), ROOM)
     assert not board._watchers
+
+
+async def test_layouts_that_will_not_be_known_are_none(board, serve, client, described):
+    board.open(ROOM, TTL_S).learnt([described(), None])
+    assert await client.ask("127.0.0.1", await serve(), ROOM) is None
 
 
 async def test_the_deadline_ends_the_question(board, serve):
@@ -121,8 +127,11 @@ async def test_the_servers_token_counts_and_no_other(board, serve, described):
     port = await serve(trust=Trust("token"))
     for token in ("token", "other", ""):
         client = LayoutClient(token, 5.0)
-        told = [described()] if token == "token" else None
-        assert await client.ask("127.0.0.1", port, ROOM) == told
+        if token == "token":
+            assert await client.ask("127.0.0.1", port, ROOM) == [described()]
+        else:
+            with pytest.raises(UnavailableError, match="does not take this server's token"):
+                await client.ask("127.0.0.1", port, ROOM)
         await client.close()
 
 
@@ -140,17 +149,24 @@ async def test_where_no_token_is_set_none_is_asked_for(board, serve, client, des
     assert await client.ask("127.0.0.1", await serve(trust=Trust()), ROOM) == [described()]
 
 
-async def test_a_server_that_is_not_ours_knows_nothing(
-    serve, client, unused_tcp_port, monkeypatch, caplog
+async def test_a_server_without_the_route_knows_nothing(client):
+    async with sites.up(web.Application()) as url:
+        assert await client.ask("127.0.0.1", URL(url).port, ROOM) is None
+
+
+async def test_where_no_server_answers_there_is_an_error(
+    serve, client, unused_tcp_port, monkeypatch
 ):
-    caplog.set_level(logging.INFO)
     monkeypatch.setattr(layout_exchange, "_UNANSWERED_S", 0.0)
-    app_without_the_route = await serve()
-    assert await client.ask("127.0.0.1", unused_tcp_port, ROOM) is None
-    assert await client.ask("no such host", app_without_the_route, ROOM) is None
-    for no_port in (-5, 70_000):
-        assert await client.ask("127.0.0.1", no_port, ROOM) is None
-    assert await client.ask("127.0.0.1", app_without_the_route, -1) is None
+    port = await serve()
+    for where in (
+        ("127.0.0.1", unused_tcp_port),
+        ("no such host", port),
+        ("127.0.0.1", -5),
+        ("127.0.0.1", 70_000),
+    ):
+        with pytest.raises(UnavailableError, match="does not answer"):
+            await client.ask(*where, ROOM)
 
 
 async def test_a_server_that_does_not_answer_is_asked_again(

@@ -4,6 +4,7 @@ from enum import Enum
 from types import SimpleNamespace
 
 import pytest
+import torch
 from aiohttp import web
 from aiohttp.test_utils import TestClient, TestServer
 from fastapi import HTTPException
@@ -83,9 +84,10 @@ def registry():
 
 
 @pytest.fixture
-def process(prefill, registry):
+def process(prefill, registry, sglang):
     """Process a request as SGLang's tokenizer does; SGLang's own way answers "own"."""
     own = []
+    sglang("multimodal.processors.base_processor")  # whose formats are asked for
 
     async def original(**options):
         own.append(options)
@@ -125,22 +127,41 @@ def counted(registry):
     return value
 
 
-@pytest.mark.parametrize("told", [None, [], [IMAGE, IMAGE]])
-async def test_what_the_prefill_does_not_know_sglang_finds_out(process, prefill, counted, told):
-    """Nor are layouts of other media believed."""
-    prefill.answer = told
+async def test_behind_a_prefill_that_tells_no_layouts_sglang_finds_them_out(
+    process, prefill, counted
+):
+    prefill.answer = None
     assert await process(Request()) == "own"
     assert counted("own") == 1
 
 
-@pytest.mark.parametrize("missing", ["bootstrap_host", "bootstrap_room", "image_data"])
-async def test_a_request_without_a_prefill_or_media_is_sglangs(process, prefill, missing):
-    assert await process(Request(**{missing: None})) == "own"
+@pytest.mark.parametrize("told", [[], [IMAGE, IMAGE]])
+async def test_layouts_of_other_media_are_not_believed(process, prefill, counted, told):
+    prefill.answer = told
+    with pytest.raises(HTTPException, match="other media"):
+        await process(Request())
+    assert counted("failed") == 1
+
+
+@pytest.mark.parametrize("missing", ["bootstrap_host", "bootstrap_room"])
+async def test_media_without_a_prefill_are_fetched_by_nobody(process, prefill, missing):
+    with pytest.raises(HTTPException, match="name their prefill"):
+        await process(Request(**{missing: None}))
     assert not prefill.asked
 
 
-async def test_a_prompt_that_cannot_be_laid_out_so_is_sglangs(process, caplog):
-    assert await process(Request(), prompt="I!") == "own"
+@pytest.mark.parametrize(
+    "images", [None, [{"format": "processor_output", "precomputed_embeddings": torch.ones(4, 8)}]]
+)
+async def test_a_request_without_media_to_encode_is_sglangs(process, prefill, images):
+    assert await process(Request(image_data=images)) == "own"
+    assert not prefill.asked
+
+
+async def test_a_prompt_that_cannot_be_laid_out_is_refused(process, caplog):
+    with pytest.raises(HTTPException) as refused:
+        await process(Request(), prompt="I!")
+    assert refused.value.status_code == 500
     assert "a processor of another kind" in caplog.text
 
 

@@ -339,6 +339,42 @@ async def test_a_large_request_is_read_before_it_is_begun(
     assert [len(data) for _, (data,) in frontend.started] == [2 << 20, 1]
 
 
+@pytest.mark.parametrize(
+    ("error", "heard"),
+    [
+        (ValueError("Duplicate request ID detected: a"), "MediaError"),
+        (RuntimeError("broken"), "RequestCancelledError"),
+        (asyncio.CancelledError(), "RequestCancelledError"),
+    ],
+)
+async def test_a_decode_server_hears_of_what_ends_before_its_media_are_planned(seam, error, heard):
+    async def generate_request(_manager, _obj):
+        assert not seam.layouts.look(5).settled  # it waits
+        raise error
+        yield {}
+
+    seam.layouts = Board()
+    answers = seam.read_first(generate_request, None, Request("a", [b"1"], bootstrap_room=[5]))
+    with pytest.raises(type(error)):
+        await anext(answers)
+    code, message = told(seam, 5)
+    assert code == heard
+    assert ("Duplicate" in message) == (heard == "MediaError")
+
+
+async def test_what_a_decode_server_was_told_stays_so(seam):
+    async def generate_request(_manager, _obj):
+        seam.layouts.open(5, 60.0).failed(MediaForbiddenError("forbidden"))
+        yield {}
+        raise ValueError("later")
+
+    seam.layouts = Board()
+    answers = seam.read_first(generate_request, None, Request("a", [b"1"], bootstrap_room=5))
+    with pytest.raises(ValueError, match="later"):
+        assert [answer async for answer in answers]
+    assert told(seam, 5) == ("MediaForbiddenError", "forbidden")
+
+
 async def test_a_client_that_leaves_while_media_are_read_leaves_nothing(seam, monkeypatch):
     reading_it, begun = asyncio.Event(), []
 

@@ -1,9 +1,10 @@
 """`GET /epd/layouts/{room}`: a prefill server's board, and the decode server that reads it.
 
-200  a `LayoutReply`
+200  a `LayoutReply`: layouts, or the error that the request ended with; so do rooms that no
+     request has opened
 202  the media are still being encoded: ask again
 401  the proof of the shared token is missing or wrong
-404  nothing is known of that room
+404  the layouts of that request will not be known; and of any path, a server without this route
 
 Waits at most `POLL_S` before it answers, so that a decode server which has gone is not
 waited for much longer.
@@ -21,15 +22,17 @@ import aiohttp
 from aiohttp import web
 from yarl import URL
 
-from sglang_epd.errors import DeadlineError, ProtocolError, from_code
+from sglang_epd.errors import DeadlineError, ProtocolError, UnavailableError, from_code
 from sglang_epd.language.layouts import Board, Slot
 from sglang_epd.media.resolver import SystemResolver
 from sglang_epd.trust import Trust
 from sglang_epd.wire.http import (
     CONTENT_TYPE,
+    ErrorReply,
     ItemLayout,
     LayoutReply,
     decode_body,
+    encode_body,
     open_session,
     read_body,
 )
@@ -50,6 +53,7 @@ _SLACK_S = 10.0
 _PAUSE_S = 0.05
 # How long a server is asked again that does not answer, and how often.
 _UNANSWERED_S, _AGAIN_S = 5.0, 0.5
+_UNHEARD_OF = UnavailableError("the prefill server knows nothing of this request")
 
 
 def authorization(token: str, room: int) -> str:
@@ -89,9 +93,12 @@ class LayoutRoute:
         if token and not hmac.compare_digest(given, authorization(token, room).encode()):
             return web.Response(status=401)
         slot = await self._settled(room)
-        if slot is not None and not slot.settled:
+        if slot is None:
+            body = encode_body(LayoutReply(error=ErrorReply(_UNHEARD_OF.code, _UNHEARD_OF.message)))
+            return web.Response(body=body, content_type=CONTENT_TYPE)
+        if not slot.settled:
             return web.Response(status=202)
-        if slot is None or slot.body is None:
+        if slot.body is None:
             return web.Response(status=404)
         return web.Response(body=slot.body, content_type=CONTENT_TYPE)
 
@@ -138,8 +145,7 @@ class LayoutClient:
     async def ask(self, host: str, port: int, room: int) -> list[ItemLayout] | None:
         """The layouts of a request's items, in the planner's order; waits for them.
 
-        None where that bootstrap server does not know them, does not run this package or does
-        not answer.
+        None where that bootstrap server will not know them, or does not run this package.
 
         Args:
             host, port: of the prefill server's bootstrap server.
@@ -147,8 +153,11 @@ class LayoutClient:
 
         Raises:
             EpdError: the request failed there, so that it will never be prefilled.
+            UnavailableError: the server does not answer, or does not know the request, or does not
+                take this server's token.
             DeadlineError: neither layouts nor failure came before the deadline.
         """
+        silent = UnavailableError("the request's prefill server does not answer")
         try:
             url = URL.build(
                 scheme="http", host=host.strip("[]"), port=port, path=f"/epd/layouts/{room}"
@@ -156,7 +165,7 @@ class LayoutClient:
             str(url)  # raises where the port is out of range
         except ValueError as error:
             logger.info("No layouts of %s:%s: %s", host, port, error)
-            return None
+            raise silent from None
         clock = asyncio.get_running_loop().time
         unanswered = clock()
         try:
@@ -175,8 +184,10 @@ class LayoutClient:
                 "the request's media were not encoded before its deadline"
             ) from None
         if answer is None:
-            return None
+            raise silent
         status, body = answer
+        if status == HTTPStatus.UNAUTHORIZED:
+            raise UnavailableError("the prefill server does not take this server's token")
         if status != HTTPStatus.OK:
             if status != HTTPStatus.NOT_FOUND:
                 logger.info("Prefill %s:%s answers HTTP %d for layouts", host, port, status)

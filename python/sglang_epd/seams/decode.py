@@ -20,8 +20,16 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from sglang_epd import logs
-from sglang_epd.errors import ConfigError, EpdError, MediaError
+from sglang_epd.errors import (
+    ConfigError,
+    EncodeError,
+    EpdError,
+    MediaError,
+    ProtocolError,
+    UnavailableError,
+)
 from sglang_epd.seams import bootstrap, roles, tracing
+from sglang_epd.seams.precomputed import have_embeddings
 from sglang_epd.seams.prompt import lays_out
 from sglang_epd.wire.http import ItemLayout
 
@@ -37,8 +45,10 @@ def set_up(manager: Any) -> None:
     from sglang.srt.runtime_context import get_disagg
 
     disagg, processor = get_disagg(), manager.mm_processor
-    # An instance that becomes a prefill server needs the media themselves.
-    if disagg.enable_pd_role_switch or processor is None:
+    # An instance that becomes a prefill server needs the media themselves; KV that is made up has
+    # no prefill server.
+    made_up = disagg.disaggregation_transfer_backend == "fake"
+    if disagg.enable_pd_role_switch or processor is None or made_up:
         return
     from sglang_epd.config import Settings
     from sglang_epd.language.layout_exchange import LayoutClient
@@ -71,7 +81,7 @@ class DecodePrompts:
 
     Args:
         processor: lays out a prompt (`get_validated_mm_data`).
-        original: SGLang's own method, for requests that the prefill server does not know.
+        original: SGLang's own method, for requests whose prefill server tells no layouts.
         ask: (host, port, room) to layouts, as `LayoutClient.ask`.
         default_port: of a bootstrap server whose port the request does not say.
         context_tokens: longer prompts are refused before they are laid out: the request says
@@ -124,24 +134,31 @@ class DecodePrompts:
         )
 
     async def _by_prefill(self, request: Any, prompt: str | list[int]) -> Any:
-        """None where the prefill does not know the layouts, or they are not this request's."""
+        """None where there are no media to lay out, or the prefill tells no layouts.
+
+        In all other cases nothing is fetched here: users bring them about.
+
+        Raises:
+            EpdError: the prompt cannot be laid out, or will not be prefilled.
+        """
         from sglang_epd.language.assembly import lay_out
         from sglang_epd.language.planner import modalities
 
+        expected = modalities(request)
+        if not expected or have_embeddings([request]):
+            return None
         host = getattr(request, "bootstrap_host", None)
         room = getattr(request, "bootstrap_room", None)
         if not isinstance(host, str) or not isinstance(room, int):
-            return None
-        expected = modalities(request)
-        if not expected:
-            return None
+            raise ProtocolError(
+                "a decode server takes media of requests that name their prefill server"
+            )
         port = request.bootstrap_port
         items = await self._ask(host, port if isinstance(port, int) else self._default_port, room)
         if items is None:
             return None
         if [item.layout.modality for item in items] != expected:
-            logger.warning("The prefill of %s tells of other media than it has", request.rid)
-            return None
+            raise UnavailableError("the prefill server tells of other media than the request has")
         tokens = sum(item.layout.tokens for item in items)
         if tokens >= self._context_tokens:
             raise MediaError(
@@ -154,7 +171,7 @@ class DecodePrompts:
             raise
         except Exception:
             logger.exception("Could not lay out %s by its prefill's layouts", request.rid)
-            return None
+            raise EncodeError("the prompt could not be laid out with its media") from None
 
 
 def _refuse(request: Any, error: EpdError) -> NoReturn:

@@ -186,27 +186,40 @@ class TokenizerSeam:
         return original(manager, one)
 
     def refused(self, room: Any, error: EpdError) -> None:
-        """A request was refused before it was laid out.
+        """A request has ended; its decode server hears of it, unless that has an answer already.
 
         Args:
             room: its bootstrap room, or those of its prompts, as the user wrote them.
         """
-        if self.layouts is not None:
-            for one in room if isinstance(room, list) else [room]:
-                if isinstance(one, int):
-                    self.layouts.open(one, self._timeout_s).failed(error)
+        for slot in self._slots(room):
+            slot.failed(error)
+
+    def _slots(self, room: Any) -> list[Slot]:
+        """Of those rooms that are rooms: the slot that each has, or a new one."""
+        board, rooms = self.layouts, room if isinstance(room, list) else [room]
+        if board is None:
+            return []
+        return [
+            board.look(one) or board.open(one, self._timeout_s)
+            for one in rooms
+            if isinstance(one, int)
+        ]
 
     def read_first(
         self, original: Any, manager: Any, obj: Any, *args: Any, **options: Any
     ) -> AsyncGenerator[dict[str, Any]]:
         """Around `generate_request`: the media of a large request are read in a thread before
-        anything of it is begun."""
+        anything of it is begun. From now on a decode server waits, and hears of what ends before
+        its media are planned."""
         answers: AsyncGenerator[dict[str, Any]] = original(manager, obj, *args, **options)
         try:
             found = entries(obj)
         except MediaError:
             return answers  # its plan says so
-        return _after_reading(answers, obj, found) if reading.is_large(found) else answers
+        if reading.is_large(found):
+            answers = _after_reading(answers, obj, found)
+        slots = self._slots(getattr(obj, "bootstrap_room", None)) if found else []
+        return _told(answers, slots) if slots else answers
 
     async def send_again(self, rid: str, expect: Expect) -> None:
         """A scheduler needs items of a live request after all.
@@ -446,6 +459,22 @@ def _refuse(slots: list[Slot | None], error: Exception) -> None:
     for slot in slots:
         if slot is not None:
             slot.failed(error)
+
+
+async def _told(
+    answers: AsyncGenerator[dict[str, Any]], slots: list[Slot]
+) -> AsyncGenerator[dict[str, Any]]:
+    """The slots are those from before the media are planned."""
+    async with contextlib.aclosing(answers):
+        try:
+            async for answer in answers:
+                yield answer
+        except ValueError as error:  # 400
+            _refuse([*slots], MediaError(str(error)))
+            raise
+        except BaseException:
+            _refuse([*slots], RequestCancelledError("the request ended at its prefill server"))
+            raise
 
 
 async def _after_reading(

@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 
 from sglang_epd.cache import UrlMemory
 from sglang_epd.encoder.admission import Admission
-from sglang_epd.encoder.intake import Arrival, Intake
 from sglang_epd.encoder.urls import UrlReader
-from sglang_epd.media import FetchingProcess, MediaFetcher, MediaLimits
+from sglang_epd.media import Arrival, FetchingProcess, Intake, MediaFetcher, MediaLimits
 from waiting import until
 
 MIB = 1 << 20

@@ -12,7 +12,6 @@ from encoder.towers import until
 from media.samples import in_seconds, local_limits
 from sglang_epd.cache import UrlMemory
 from sglang_epd.encoder.admission import Admission
-from sglang_epd.encoder.intake import Intake
 from sglang_epd.encoder.urls import Content, UrlReader
 from sglang_epd.errors import (
     DeadlineError,
@@ -20,7 +19,7 @@ from sglang_epd.errors import (
     MediaForbiddenError,
     MediaTooLargeError,
 )
-from sglang_epd.media import MediaFetcher, MediaLimits, MediaSource, digest
+from sglang_epd.media import Intake, MediaFetcher, MediaLimits, MediaSource, digest
 
 PATIENCE_S = 5.0
 

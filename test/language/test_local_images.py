@@ -3,13 +3,16 @@ from __future__ import annotations
 import asyncio
 import gc
 import hashlib
+import random
 import sys
 import time
 
 import pytest
+from aiohttp import web
 from PIL import Image
 
-from media.samples import encoded
+import sites
+from media.samples import encoded, local_limits
 from sglang_epd.errors import (
     DeadlineError,
     EpdError,
@@ -34,9 +37,15 @@ def item(data: bytes | None = None, url: str | None = None, number: int = 0, **c
     return EncodeItem(item=number, data=data, url=url, **values)
 
 
+def reader(limits: MediaLimits, fetched_bytes: int = 1 << 28) -> LocalImages:
+    return LocalImages("a/b/c", limits, fetched_bytes=fetched_bytes, decode_bytes=1 << 28)
+
+
 @pytest.fixture
 async def images():
-    images = LocalImages("a/b/c", MediaLimits(max_pixels=10_000), 1 << 28)
+    images = LocalImages(
+        "a/b/c", MediaLimits(max_pixels=10_000), fetched_bytes=1 << 28, decode_bytes=1 << 28
+    )
     yield images
     await images.close()
 
@@ -98,11 +107,38 @@ async def test_the_deadline_holds(images):
 
 async def test_an_image_behind_a_url_is_compared_with_its_hash(images, tmp_path):
     (tmp_path / "a.png").write_bytes(png())
-    images = LocalImages("a/b/c", MediaLimits(allowed_local_root=tmp_path), 1 << 28)
+    images = LocalImages(
+        "a/b/c",
+        MediaLimits(allowed_local_root=tmp_path),
+        fetched_bytes=1 << 28,
+        decode_bytes=1 << 28,
+    )
     url = f"file://{tmp_path}/a.png"
     right = f"sha256:{hashlib.sha256(png()).hexdigest()}"
     (found,) = await images.read([item(url=url, content_hash=right)], soon())
     assert found.key == embedding_key("a/b/c", digest(png()), "IMAGE", {})
     with pytest.raises(MediaError, match=r"^image 1 of 2: the content hash does not match"):
         await images.read([item(url=url, content_hash=f"sha256:{'0' * 64}")], soon())
+    await images.close()
+
+
+async def test_bytes_on_their_way_are_bounded_and_given_back():
+    """By one image more than the bound at most, however many a request names."""
+    body = encoded(Image.frombytes("RGB", (400, 300), random.Random(1).randbytes(360_000)))
+    bound, held = 3 * len(body), []
+
+    async def picture(_request: web.Request) -> web.Response:
+        held.append(images._intake._bounds.nbytes)
+        return web.Response(body=body)
+
+    app = web.Application()
+    app.router.add_get("/{number}.png", picture)
+    images = reader(local_limits(), bound)
+    async with sites.up(app) as url:
+        items = [item(url=f"{url}/{number}.png", number=number) for number in range(24)]
+        found = await images.read(items, soon())
+    assert len({one.key for one in found}) == 1
+    assert len(held) == 24
+    assert len(body) < max(held) <= bound + len(body)
+    assert images._intake._bounds.nbytes == 0
     await images.close()

@@ -25,7 +25,6 @@ from typing import Any
 from sglang_epd import logs
 from sglang_epd.encoder.admission import Admission
 from sglang_epd.encoder.breakage import drop_frames
-from sglang_epd.encoder.intake import Age, Arrival, Intake
 from sglang_epd.encoder.pipeline.computations import Computations
 from sglang_epd.encoder.pipeline.work import Hold, MediaNeededError
 from sglang_epd.encoder.urls import Content, UrlReader
@@ -36,7 +35,7 @@ from sglang_epd.errors import (
     NamespaceError,
     from_code,
 )
-from sglang_epd.media import MediaSource, check_content_hash
+from sglang_epd.media import Age, Arrival, Intake, MediaSource, check_content_hash
 from sglang_epd.namespace import embedding_key
 from sglang_epd.observability.encoder import EncoderMetrics
 from sglang_epd.spans import OFF, Span

@@ -17,9 +17,8 @@ from dataclasses import dataclass
 from yarl import URL
 
 from sglang_epd.cache.urls import UrlMemory, name_of
-from sglang_epd.encoder.intake import Arrival
 from sglang_epd.errors import MediaError
-from sglang_epd.media import FetchedMedia, Fetcher, MediaSource, reading_until
+from sglang_epd.media import Arrival, FetchedMedia, Fetcher, MediaSource, reading_until
 from sglang_epd.observability.encoder import EncoderMetrics
 
 _CREDENTIALS = "credentials"

@@ -8,6 +8,7 @@ both ways have the same access rules, prefix cache entries and error messages.
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -17,7 +18,10 @@ from PIL import Image
 from sglang_epd.decoding import Decoders
 from sglang_epd.errors import EpdError, MediaTypeError
 from sglang_epd.media import (
+    Arrival,
+    FetchBounds,
     FetchingProcess,
+    Intake,
     MediaLimits,
     MediaSource,
     check_content_hash,
@@ -45,14 +49,19 @@ class LocalImages:
     Args:
         namespace: this server's encoder identity.
         limits: media that may be read.
+        fetched_bytes: for encoded media at a time, from their fetch until they are decoded.
         decode_bytes: for all that is decoded at a time.
     """
 
-    def __init__(self, namespace: str, limits: MediaLimits, decode_bytes: int) -> None:
+    def __init__(
+        self, namespace: str, limits: MediaLimits, *, fetched_bytes: int, decode_bytes: int
+    ) -> None:
         self._namespace = namespace
         self._fetcher = FetchingProcess(limits)
         self._opening = asyncio.Lock()
         self._open = False
+        self._intake = Intake(FetchBounds(fetched_bytes))
+        self._requests = itertools.count()
         self._decoders = Decoders(limits, decode_bytes, _PLACES)
         self._threads = ThreadPoolExecutor(_THREADS, "epd-decode")
 
@@ -69,7 +78,8 @@ class LocalImages:
             if not self._open:
                 await self._fetcher.__aenter__()
                 self._open = True
-        tasks = [asyncio.create_task(self._read(item, deadline)) for item in items]
+        request = next(self._requests)
+        tasks = [asyncio.create_task(self._read(request, item, deadline)) for item in items]
         try:
             return list(await asyncio.gather(*tasks))
         finally:
@@ -82,18 +92,25 @@ class LocalImages:
             self._open = False
             await self._fetcher.__aexit__(None, None, None)
 
-    async def _read(self, item: EncodeItem, deadline: float) -> LocalImage:
+    async def _read(self, request: int, item: EncodeItem, deadline: float) -> LocalImage:
         try:
-            if item.modality != IMAGE:
-                raise MediaTypeError("only encoders take it")
-            source = MediaSource(data=item.data, url=item.url)
-            media = await self._fetcher.fetch(source, deadline)
-            await asyncio.to_thread(check_content_hash, media.data, item.content_hash)
-            key = embedding_key(self._namespace, media.digest, item.modality, item.options)
-            image = await self._decode(media.data, deadline)
+            with self._intake.arrival((request, item.item)) as arrival:
+                return await self._fetch_and_decode(item, deadline, arrival)
         except EpdError as error:
             raise type(error)(f"{item.label}: {error.message}") from None
-        return LocalImage(image, key)
+
+    async def _fetch_and_decode(
+        self, item: EncodeItem, deadline: float, arrival: Arrival
+    ) -> LocalImage:
+        if item.modality != IMAGE:
+            raise MediaTypeError("only encoders take it")
+        source = MediaSource(data=item.data, url=item.url)
+        media = await self._fetcher.fetch(source, deadline, arrival)
+        if item.url is not None:
+            arrival.settle(len(media.data))
+        await asyncio.to_thread(check_content_hash, media.data, item.content_hash)
+        key = embedding_key(self._namespace, media.digest, item.modality, item.options)
+        return LocalImage(await self._decode(media.data, deadline), key)
 
     async def _decode(self, data: bytes, deadline: float) -> Image.Image:
         decoding = self._decoders.begin(deadline)

@@ -18,6 +18,7 @@ from sglang_epd.media.fetch import MediaFetcher
 from sglang_epd.media.fetcher import FetchedMedia, Fetcher, reading_until
 from sglang_epd.media.fetching import FetchingProcess
 from sglang_epd.media.freshness import Step, Trail
+from sglang_epd.media.intake import Age, Arrival, FetchBounds, Intake
 from sglang_epd.media.limits import MediaLimits
 from sglang_epd.media.size import image_size
 from sglang_epd.media.slots import Account
@@ -34,10 +35,14 @@ from sglang_epd.media.source import (
 __all__ = [
     "Account",
     "AddressPolicy",
+    "Age",
+    "Arrival",
     "EscapeBudget",
+    "FetchBounds",
     "FetchedMedia",
     "Fetcher",
     "FetchingProcess",
+    "Intake",
     "MediaFetcher",
     "MediaLimits",
     "MediaSource",

@@ -42,7 +42,7 @@ from sglang_epd.language import manifest
 from sglang_epd.language.frontend import Frontend
 from sglang_epd.language.local_images import LocalImages
 from sglang_epd.language.planner import plan
-from sglang_epd.machine import decode_mb
+from sglang_epd.machine import decode_mb, share_mb
 from sglang_epd.media import MediaLimits
 from sglang_epd.modality import IMAGE
 from sglang_epd.seams import identities, requests, roles
@@ -355,7 +355,12 @@ def create(
     logger.info("EPD: this server holds its tower, and requests of fewer than %d items stay", least)
     return Adaptive(
         frontend=frontend,
-        images=LocalImages(pool.namespace, limits, (settings.decode_mb or decode_mb()) << 20),
+        images=LocalImages(
+            pool.namespace,
+            limits,
+            fetched_bytes=share_mb() // 2 << 20,  # as an encoder's
+            decode_bytes=(settings.decode_mb or decode_mb()) << 20,
+        ),
         snapshot=pool.snapshot,
         min_items=least,
         metrics=DecisionMetrics(roles.registry()),

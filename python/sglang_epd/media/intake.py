@@ -1,10 +1,10 @@
 """Room for media that are fetched, while they arrive and until their item has ended.
 
 Bytes are asked for in steps, before they are read. A request may have as many of them as are
-free (as `media.slots`), by the bounds of `admission`: that on fetched bytes and that on all.
+free (as `media.slots`), by its server's bounds: that on fetched bytes and that on all.
 Of those that may not, the oldest item alone goes on, so that it ends: all items that are
 fetched together pass a bound by one item at most, and no order of theirs can stop all of them.
-Owns the order of waiting; `Admission` counts the bytes themselves.
+Owns the order of waiting; its `ByteBounds` count the bytes themselves.
 """
 
 from __future__ import annotations
@@ -15,14 +15,45 @@ import itertools
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Protocol
 
-from sglang_epd.encoder.admission import Admission
 from sglang_epd.errors import RequestCancelledError
-from sglang_epd.media import Account
+from sglang_epd.media.slots import Account
 
 Age = tuple[int, int]
 # Its age, its number in order of asking, its item, and the future of its turn.
 _Wait = tuple[Age, int, "Arrival", int, asyncio.Future[None]]
+
+
+class ByteBounds(Protocol):
+    """Of the bytes of media in work.
+
+    Attributes:
+        nbytes: now, those that came inline among them.
+    """
+
+    nbytes: int
+
+    @property
+    def max_bytes(self) -> int:
+        """At a time; fetched media are added over the bound as well."""
+
+    @property
+    def max_fetched_bytes(self) -> int:
+        """The part of `max_bytes` that fetched media may take."""
+
+
+@dataclass
+class FetchBounds:
+    """ByteBounds where only fetched media are counted."""
+
+    max_bytes: int
+    nbytes: int = 0
+
+    @property
+    def max_fetched_bytes(self) -> int:
+        return self.max_bytes
 
 
 class Arrival(Account):
@@ -85,14 +116,14 @@ class Intake:
     """Says when bytes may be read; use it from one event loop.
 
     Args:
-        admission: counts them, with those that came inline.
+        bounds: counts them, with those that came inline.
 
     Attributes:
         over: the item that may pass the bounds.
     """
 
-    def __init__(self, admission: Admission) -> None:
-        self._admission = admission
+    def __init__(self, bounds: ByteBounds) -> None:
+        self._bounds = bounds
         # By owner, the oldest first.
         self._waiting: dict[int, list[_Wait]] = {}
         self._order = itertools.count()
@@ -162,16 +193,14 @@ class Intake:
         self._first(arrival.owner)
 
     def _permits(self, arrival: Arrival, nbytes: int) -> bool:
-        more, admission = nbytes - arrival.nbytes, self._admission
-        free = min(
-            admission.max_fetched_bytes - self._held.total(), admission.max_bytes - admission.nbytes
-        )
+        more, bounds = nbytes - arrival.nbytes, self._bounds
+        free = min(bounds.max_fetched_bytes - self._held.total(), bounds.max_bytes - bounds.nbytes)
         return self._held[arrival.owner] + more <= free
 
     def count(self, arrival: Arrival, nbytes: int) -> None:
         more = nbytes - arrival.nbytes
         arrival.nbytes = nbytes
-        self._admission.nbytes += more
+        self._bounds.nbytes += more
         self._held[arrival.owner] += more
         if not self._held[arrival.owner]:
             del self._held[arrival.owner]

@@ -19,7 +19,7 @@ from sglang_epd.errors import (
     MediaForbiddenError,
     MediaTooLargeError,
 )
-from sglang_epd.media import Intake, MediaFetcher, MediaLimits, MediaSource, digest
+from sglang_epd.media import Arrival, Intake, MediaFetcher, MediaLimits, MediaSource, digest, slots
 
 PATIENCE_S = 5.0
 
@@ -284,6 +284,40 @@ async def test_fifty_who_ask_at_once_share_a_request(
     assert counted()["coalesced"] == 49
     assert ask.most_bytes == len(BODY)
     assert ask.admission.nbytes == 0
+
+
+async def test_who_joined_a_fetch_that_makes_way_fetches_for_itself(
+    metrics, site: Site, monkeypatch
+) -> None:
+    """A request of many slow fetches gives them up where others wait, and so not another's."""
+    monkeypatch.setattr(slots, "GRACE_S", 0.1)
+    intake = Intake(Admission(1, 1 << 30))
+
+    async with MediaFetcher(local_limits(total_timeout_s=PATIENCE_S), concurrency=4) as fetcher:
+        reader = UrlReader(fetcher, UrlMemory(4), metrics)
+
+        def ask(path: str, owner: int) -> asyncio.Task[Content]:
+            return asyncio.create_task(
+                reader.read(
+                    MediaSource(url=site.url + path),
+                    in_seconds(PATIENCE_S),
+                    lambda _digest: False,
+                    Arrival(intake, (owner, 0)),
+                )
+            )
+
+        site.gate.clear()
+        greedy, another = ask("/a", 0), ask("/b", 0)
+        await until(lambda: len(site.asked) == 2)
+        joined = ask("/a", 1)
+        others = [ask(f"/{name}", 2) for name in "cde"]
+        with pytest.raises(MediaError, match="too slowly while other media waited"):
+            await greedy
+        site.gate.set()
+        assert {await one for one in (joined, *others)} == {WHOLE}
+        await asyncio.gather(another, return_exceptions=True)
+        assert site.asked.count("/a") == 2
+        await reader.close()
 
 
 async def test_what_is_for_one_is_not_shared(ask: Asker, site: Site) -> None:

@@ -129,20 +129,26 @@ class UrlReader:
             flight = self._flights[name] = _Flight(name, asking, shared)
             flight.task.add_done_callback(lambda _task: self._land(flight))
         flight.askers += 1
+        gave_way = False
         try:
             media = await asyncio.shield(flight.task)
             alone = flight.taken and not media.trail.shared
             if not alone:
                 arrival.share(flight.arrival)
         except MediaError as error:
-            # One of its own for each: an exception that is kept keeps the frames it
-            # went through.
-            raise copy.copy(error) from None
+            gave_way = joined and error.reason == "slow"
+            if not gave_way:
+                # One of its own for each: an exception that is kept keeps the frames it
+                # went through.
+                raise copy.copy(error) from None
         finally:
             flight.askers -= 1
             if not flight.askers:
                 flight.task.cancel()
                 self._land(flight)  # later callers must not wait for its end
+        if gave_way:
+            # For the many fetches of the request that began it.
+            return await self._share(source, url, arrival)
         if alone:
             self._count("missed")
             return await self._fetcher.ask(source, arrival)

@@ -261,6 +261,23 @@ async def test_items_of_a_request_are_prepared_and_run_in_the_order_of_their_pla
     assert tower.batches == [[b"busy"], *([name] for name in names)]
 
 
+@pytest.mark.parametrize("stage", ["waiting", "ready"])
+async def test_what_a_large_request_asked_for_first_is_made_in_the_turn_of_a_small_one(
+    tower, computations, ask, busy, stage
+):
+    names = [b"%c" % (97 + place) for place in range(12)]
+    holds = [ask(name, "large", place=place) for place, name in enumerate(names)]
+    await until(lambda: states(computations) == {"running": 1, "ready": 4, "waiting": 8})
+    shared = {"waiting": names[11], "ready": names[3]}[stage]
+    holds.append(ask(shared, "small"))
+    assert holds[-1].source == "coalesced"
+    tower.go_on()
+    await asyncio.gather(busy.embedding(), *map(value, holds))
+    # With what was ready before it.
+    assert tower.batches.index([shared]) <= {"waiting": 5, "ready": 1}[stage]
+    assert sorted(tower.batches) == sorted([[b"busy"], *([name] for name in names)])
+
+
 async def test_a_batch_in_hand_overtakes_no_item_of_its_request(tower, computations, ask, busy):
     """Its tower has something to do, and the request is prefilled in the order of its items."""
     tower.depth = 2

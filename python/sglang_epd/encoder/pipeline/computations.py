@@ -265,10 +265,19 @@ class Computations:
             if work.data is None:
                 work.data = hold.data
             work.deadline = max(work.deadline, hold.deadline)
+            self._hand_over(work, hold)
         hold.join(work)
         self._consider(work)
         if work.prepared is not None:
             hold.show(work.prepared.layout)
+
+    def _hand_over(self, work: Work, hold: Hold) -> None:
+        """It need not wait for the other items of the request that asked for it first."""
+        for queue in self._queues():
+            if work in queue and queue.end_of(hold.owner, work.cost) < queue.end_of(work.owner):
+                queue.remove(work)
+                work.owner, work.place = hold.owner, hold.place
+                queue.push(work)
 
     def _want(self, hold: Hold) -> None:
         if hold.work is not None:

@@ -141,6 +141,10 @@ class FairQueue(Generic[_J]):
         """Note that the deadline of a job that waits is nearer than it was."""
         self._soonest = min(self._soonest, job.deadline)
 
+    def end_of(self, owner: Hashable, more: float = 0.0) -> float:
+        """When an owner would be done with what it has here, and so much more, in virtual time."""
+        return max(self._virtual, self._ends.get(owner, (0.0, 0))[0]) + more
+
     def remove(self, job: _J) -> None:
         """Take a job out that will not be done."""
         self._take_out(job)

@@ -73,3 +73,22 @@ def test_a_scheduler_sleeps_beside_the_receiver_where_nothing_runs(
     assert not slept, "turns that SGLang counts"
     idle.give_way_paused(None, scheduler)
     assert bool(slept) == here
+
+
+@pytest.mark.parametrize("ours", [True, False])
+def test_a_prefill_waits_for_no_turns_in_which_nobody_decodes(monkeypatch, sglang, ours) -> None:
+    """SGLang's own rule, between two prefills of a scheduler that nothing else runs on."""
+    Scheduler = sglang("managers.scheduler").Scheduler
+    scheduler = Scheduler.__new__(Scheduler)
+    scheduler.prefill_decode_interval, scheduler.prefill_decode_interval_min_bs = 22, 0
+    scheduler.require_mlp_sync = False
+    scheduler._prefill_decode_interval_remaining = 0
+    monkeypatch.setattr(idle.Installed, "gate", object() if ours else None)
+    prefill = SimpleNamespace(forward_mode=SimpleNamespace(is_extend=lambda: True))
+    nothing = SimpleNamespace(batch_size=lambda: 0)
+    scheduler._arm_prefill_decode_interval(prefill)
+    turns = 0
+    while scheduler._should_defer_prefill(nothing):
+        idle.give_way(None, scheduler)
+        turns += 1
+    assert turns == (1 if ours else 22)

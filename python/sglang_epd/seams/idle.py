@@ -1,9 +1,13 @@
-"""An idle scheduler leaves the interpreter to the receiver's thread.
+"""An idle scheduler leaves the interpreter to the receiver's thread, and prefills at once.
 
 A scheduler that has nothing to run looks for requests again and again, and gives the
 interpreter up for microseconds at a time. A thread that waits for it wakes later than that, and
 its turn, which is due after five milliseconds, is put off each time. On an H100 answers of the
 receiver came 20 to 280 ms late (benchmark/results/gpu.md).
+
+After a prefill SGLang tries no other for `--prefill-decode-interval` turns, 22 by default for
+Qwen3-VL on large Hopper GPUs, also where no request decodes. The next part of a prompt that is
+prefilled early would wait for turns without any work: eight milliseconds on an H100.
 
 Leans on `managers.scheduler.Scheduler.on_idle`, which is called where there is no batch; on its
 `idle_sleeper`, which is None without `--sleep-on-idle` and is not asked while requests wait, and
@@ -15,6 +19,8 @@ from __future__ import annotations
 
 import time
 from typing import Any
+
+from sglang_epd.seams.prefix import Installed
 
 # A request may find the scheduler asleep for so long.
 _SLEEP_S = 0.0001
@@ -31,7 +37,9 @@ class Hosted:
 
 
 def give_way(_: None, scheduler: Any) -> None:
-    """After `Scheduler.on_idle`."""
+    """After `Scheduler.on_idle`, which all ranks call in the same turn."""
+    if Installed.gate is not None:
+        scheduler._prefill_decode_interval_remaining = 0
     # It counts turns until the next prefill: those have no work, and are not to last.
     if not Hosted.receiver or scheduler._prefill_decode_interval_remaining:
         return

@@ -25,6 +25,7 @@ from sglang_epd.seams import (
     stages,
     staging,
     tracing,
+    transcription,
     vision_weights,
 )
 from sglang_epd.seams.hooks import Hook, Kind
@@ -33,6 +34,7 @@ _FLAGS = "sglang.srt.arg_groups.pd_disaggregation_hook"
 _CONTEXT = "sglang.srt.runtime_context"
 _ENCODER = "sglang.srt.disaggregation.encoder"
 _HTTP = "sglang.srt.entrypoints.http_server"
+_TRANSCRIPTION = "sglang.srt.entrypoints.openai.serving_transcription"
 _ENGINE = "sglang.srt.entrypoints.engine"
 _CONN = "sglang.srt.disaggregation.common.conn"
 _PREFILL = "sglang.srt.disaggregation.prefill"
@@ -113,6 +115,13 @@ HOOKS = (
     Hook(_ENGINE, "Engine.shutdown", "after", bootstrap.end),
     # ... tokenizer process: JSON of many parts is parsed one body at a time.
     Hook(_HTTP, "ORJSONRequest.json", "around", large_bodies.read),
+    # ... and of a decode server: recordings to be transcribed are decoded on encoders alone.
+    Hook(
+        _TRANSCRIPTION,
+        "OpenAIServingTranscription.create_transcription",
+        "around",
+        transcription.create,
+    ),
     # ... tokenizer process: large media are read in a thread, before the request is begun.
     _manager("generate_request", "around", requests.around("read_first")),
     # ... tokenizer process: how late its event loop is; a large request's turn is over.

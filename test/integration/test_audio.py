@@ -120,6 +120,15 @@ def test_a_transcription_is_one_servers(machine: Machine, client: Client) -> Non
     assert said[0] == said[1] != ""
 
 
+def test_a_recording_whose_header_cannot_be_read_is_decoded_by_no_server(client: Client) -> None:
+    """SGLang would decode all of it in its own process."""
+    files = {"file": ("clip.flac", clips.audio(container="FLAC")[:30], "audio/flac")}
+    url = f"{client.url}/v1/audio/transcriptions"
+    answer = requests.post(url, files=files, data={"model": "d"}, timeout=60)
+    assert answer.status_code == 400, answer.text
+    assert "header cannot be read" in answer.text
+
+
 @pytest.fixture(scope="module")
 def listener() -> Listener:
     return Listener(MODEL)

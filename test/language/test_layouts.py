@@ -88,6 +88,16 @@ def test_rooms_are_bounded_in_number(clock, described):
     assert [board.look(room) is not None for room in range(5)] == [False, False, True, True, True]
 
 
+def test_what_was_refused_takes_no_room_from_what_is_waited_for(board, clock):
+    """One request may have as many rooms as it has prompts."""
+    board = Board(clock, max_rooms=3)
+    board.open(1, TTL_S)
+    for room in range(10, 20):
+        board.open(room, TTL_S).failed(MediaError("refused"))
+    assert not board.look(1).settled
+    assert len(board._slots) == 3
+
+
 def test_rooms_are_bounded_in_bytes(clock, described):
     board = Board(clock, max_bytes=4000)
     for room in range(100):

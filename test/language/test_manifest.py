@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+from types import SimpleNamespace
 
 import pytest
 from blake3 import blake3
@@ -145,3 +146,21 @@ def test_a_mutated_manifest_is_refused_or_as_it_was(data, message):
     for read in READERS:
         with contextlib.suppress(ProtocolError):
             assert read([mutated], SECRET) == message
+
+
+@pytest.mark.parametrize("custom", [None, "text", 5, ["a"], {"a": 1}, {"sglang_epd": "text"}])
+def test_custom_parameters_of_any_kind_carry_a_manifest(custom):
+    """Of a request for an embedding, in which SGLang lets a user write anything."""
+    request = SimpleNamespace(sampling_params=SimpleNamespace(custom_params=custom))
+    assert not manifest.waits(request)
+    written = manifest.write(EXPECT, SECRET)
+    manifest.carry(request, written)
+    assert manifest.waits(request)
+    assert manifest.carried(request) == written
+
+
+@pytest.mark.parametrize("urls", [{"a": 1}, 5, [5], [[]], "text", [{}]])
+def test_urls_of_any_kind_are_no_manifest(urls):
+    for read in READERS:
+        with pytest.raises(ProtocolError):
+            read(urls, SECRET)

@@ -49,6 +49,17 @@ async def test_a_plan_is_the_same_whether_its_media_were_read_beforehand(monkeyp
     assert [item.digest for item in items] == [digest(LARGE), digest(b"small"), b""]
 
 
+async def test_what_several_entries_say_is_read_once():
+    """SGLang makes an entry of its own for each question about an image."""
+    said = text(LARGE)
+    asked = request(SimpleNamespace(url=said), {"url": said, "detail": "low"}, said)
+    await read(asked)
+    first, *others = plan(asked)
+    assert first.data == LARGE
+    assert all(item.data is first.data for item in others)
+    assert others[0].options == {"detail": "low"}
+
+
 async def test_what_cannot_be_read_is_said_of_its_entry():
     asked = request(text(LARGE), "not base64!")
     await read(asked)

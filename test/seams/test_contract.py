@@ -120,7 +120,7 @@ managers.scheduler_components.request_receiver
 managers.tokenizer_manager
     seams/bootstrap: TokenizerManager(bootstrap_server mm_processor context_len)
     seams/tokenizer: ReqState(obj)
-    seams/tokenizer: TokenizerManager(mm_receiver mm_processor rid_to_state)
+    seams/tokenizer: TokenizerManager(mm_receiver mm_processor model_config rid_to_state)
 mem_cache.base_prefix_cache
     seams/prefix: MatchPrefixParams(key req)
     seams/prefix: MatchResult(device_prefix_len last_device_node)

@@ -12,6 +12,7 @@ import torch
 from fastapi import HTTPException
 
 from sglang_epd.errors import (
+    ConfigError,
     DeadlineError,
     EpdError,
     MediaError,
@@ -26,7 +27,7 @@ from sglang_epd.seams import rundir
 from sglang_epd.seams.tokenizer import TokenizerSeam
 from sglang_epd.transfer.arena import ReceivedItem
 from sglang_epd.wire.http import LayoutReply, decode_body
-from sglang_epd.wire.messages import Expect, Layout, Settled, TensorSpec
+from sglang_epd.wire.messages import MAX_ITEMS, Expect, Layout, Settled, TensorSpec
 from waiting import until
 
 
@@ -131,17 +132,44 @@ async def seam(frontend, collector, monkeypatch):
 def attach(seam: TokenizerSeam, **live: Request) -> dict[str, SimpleNamespace]:
     """To a manager with these requests; its books of them."""
     states = {rid: SimpleNamespace(obj=request) for rid, request in live.items()}
-    manager = SimpleNamespace(rid_to_state=states, mm_processor=Processor(), bootstrap_server=None)
-    seam.attach(manager)
+    seam.attach(manager_of(states))
     return states
+
+
+def manager_of(states: dict[str, SimpleNamespace], joint_head_config=None) -> SimpleNamespace:
+    return SimpleNamespace(
+        rid_to_state=states,
+        mm_processor=Processor(),
+        bootstrap_server=None,
+        model_config=SimpleNamespace(joint_head_config=joint_head_config),
+    )
 
 
 @pytest.mark.parametrize("lays_out", [None, lambda processor: processor])
 def test_schedulers_that_lay_prompts_out_get_token_ids(frontend, collector, lays_out):
-    manager = SimpleNamespace(rid_to_state={}, mm_processor=Processor(), bootstrap_server=None)
+    manager = manager_of({})
     manager.mm_processor.generates_input_ids_from_raw_prompt = True
     TokenizerSeam(frontend, collector, 60.0, lays_out=lays_out).attach(manager)
     assert manager.mm_processor.generates_input_ids_from_raw_prompt is (lays_out is not None)
+
+
+def test_a_checkpoint_whose_own_route_fetches_media_here_is_refused(seam):
+    with pytest.raises(ConfigError, match="/v1/systemone fetches media"):
+        seam.attach(manager_of({}, joint_head_config={}))
+
+
+def test_a_request_opens_no_more_rooms_than_it_may_have_prompts(seam):
+    seam.layouts = Board()
+    prompts = [Request(str(n), [b"1"], bootstrap_room=n) for n in range(MAX_ITEMS + 1)]
+    batch = Batch(*prompts, image_data=[b"1"], bootstrap_room=[*range(MAX_ITEMS + 1)])
+
+    async def generate_request(_manager, _obj):
+        yield {}
+
+    seam.read_first(generate_request, None, batch)
+    with pytest.raises(ValueError, match="at most 4096 prompts"):
+        seam.send_encode_request(batch)
+    assert not seam.layouts._slots
 
 
 def told(seam: TokenizerSeam, room: int) -> tuple[str, str]:
@@ -419,6 +447,7 @@ def test_an_aborted_request_is_cancelled_until_sglang_has_answered_it(
     manager.enable_metrics = False
     manager.mm_receiver, manager.bootstrap_server = seam, None
     manager.mm_processor = Processor()
+    manager.model_config = SimpleNamespace(joint_head_config=None)
     seam.attach(manager)
     manager.abort_request("b")
     assert frontend.cancelled == []
@@ -439,6 +468,7 @@ async def test_an_abort_of_all_leaves_what_waits_for_the_end_of_a_pause(
     manager.enable_metrics = False
     manager.mm_receiver, manager.bootstrap_server = seam, None
     manager.mm_processor = Processor()
+    manager.model_config = SimpleNamespace(joint_head_config=None)
     states = {"runs": True, "tokenized": False, "waits": False}
     manager.rid_to_state = {
         rid: SimpleNamespace(dispatched=dispatched, abort_sent=False)
@@ -493,6 +523,7 @@ def test_a_request_that_sglang_refuses_after_it_was_sent_is_cancelled(
     manager._release_lora_once = lambda _state: None
     manager.mm_receiver, manager.bootstrap_server = seam, None
     manager.mm_processor = Processor()
+    manager.model_config = SimpleNamespace(joint_head_config=None)
     seam.attach(manager)
     manager._release_req_states_on_failure({"a": refused, "b": refused, "c": answered})
     assert frontend.cancelled == ["a"], "the id of the other belongs to a newer request"

@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from sglang_epd.errors import EpdError
 from sglang_epd.wire.http import ErrorReply, ItemLayout, LayoutReply, encode_body
 
-MAX_ROOMS = 16384
+MAX_ROOMS = 65_536
 MAX_BYTES = 64 << 20
 # A decode server asks while the request is encoded; one that asks later than this is too late.
 _KEPT_S = 60.0
@@ -50,7 +50,8 @@ class Slot:
 
 
 class Board:
-    """The slots by room, bounded in number, bytes and time; the oldest go first.
+    """The slots by room, bounded in number, bytes and time; those that were settled first go
+    first, then the oldest.
 
     Args:
         clock: seconds, monotonic.
@@ -67,6 +68,8 @@ class Board:
         self._max_bytes = max_bytes
         self._lock = threading.Lock()
         self._slots: dict[int, Slot] = {}
+        # Those of them that are settled, by when.
+        self._settled: dict[int, None] = {}
         self._bytes = 0
         self._watchers: dict[int, list[Callable[[], None]]] = {}
 
@@ -99,6 +102,7 @@ class Board:
             slot.expires_at = self._clock() + _KEPT_S
             if self._slots.get(slot.room) is slot:
                 self._bytes += len(body or b"")
+                self._settled[slot.room] = None
                 self._shrink()
         self._changed(slot.room)
 
@@ -131,13 +135,15 @@ class Board:
     def _shrink(self) -> None:
         now = self._clock()
         while self._slots:
-            room, oldest = next(iter(self._slots.items()))
             over = len(self._slots) > self._max_rooms or self._bytes > self._max_bytes
-            if not over and oldest.expires_at > now:
+            # Others still wait for those that are not.
+            first = next(iter(self._settled or self._slots))
+            if not over and self._slots[first].expires_at > now:
                 return
-            self._remove(room)
+            self._remove(first)
 
     def _remove(self, room: int) -> None:
         slot = self._slots.pop(room, None)
+        self._settled.pop(room, None)
         if slot is not None:
             self._bytes -= len(slot.body or b"")

@@ -72,9 +72,7 @@ def carried(request: Any) -> list[str] | None:
     if hasattr(request, "encoder_urls"):
         urls: list[str] | None = request.encoder_urls
         return urls
-    own = getattr(getattr(request, "sampling_params", None), "custom_params", None) or {}
-    # A user may have written anything.
-    found = own.get(_PARAMETER)
+    found = _own(getattr(request, "sampling_params", None)).get(_PARAMETER)
     return found if isinstance(found, list) else None
 
 
@@ -83,8 +81,14 @@ def carry(request: Any, manifest: list[str]) -> None:
     if hasattr(request, "encoder_urls"):
         request.encoder_urls = manifest
     else:
-        own = request.sampling_params.custom_params or {}
+        own = _own(request.sampling_params)
         request.sampling_params.custom_params = own | {_PARAMETER: manifest}
+
+
+def _own(sampling_params: Any) -> dict[str, Any]:
+    """A request's custom parameters, in which a user may have written anything."""
+    own = getattr(sampling_params, "custom_params", None)
+    return own if isinstance(own, dict) else {}
 
 
 def write(message: Expect | Settled | Beginning, secret: bytes) -> list[str]:
@@ -139,7 +143,7 @@ def read(
         if not hmac.compare_digest(code, _code(frame, secret)):
             raise ProtocolError("it was not written by this server")
         return decode_message(frame, max_bytes)
-    except (TypeError, ValueError, ProtocolError) as error:
+    except (TypeError, ValueError, LookupError, ProtocolError) as error:
         raise ProtocolError(f"the request carries no manifest: {error}") from None
 
 

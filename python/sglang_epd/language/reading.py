@@ -33,20 +33,21 @@ class Read:
     """One entry of a request's media.
 
     Attributes:
-        entry: the entry itself, so that no other has its place in memory.
+        place: what the entry says of them, itself, so that no other has its place in memory.
         source: the media, or why they cannot be read.
         digest: of inline bytes; empty of all else.
         sha256: the same, where the request has content hashes.
     """
 
-    entry: object
+    place: object
     source: MediaSource | MediaError
     digest: bytes = b""
     sha256: str = ""
 
 
 _threads = ThreadPoolExecutor(_THREADS, "epd-read")
-# Of the current request, by the identity of the entry.
+# Of the current request, by the identity of what an entry says: SGLang makes an entry for each of
+# the questions about one image.
 _read: ContextVar[dict[int, Read] | None] = ContextVar("sglang_epd_read", default=None)
 
 
@@ -74,34 +75,41 @@ def forget() -> None:
 
 def find(entry: object) -> Read | None:
     """The entry's media that were read beforehand; None without any."""
-    known = _read.get()
-    found = known.get(id(entry)) if known else None
-    return found if found is not None and found.entry is entry else None
+    known, place = _read.get(), _place(entry)
+    found = known.get(id(place)) if known else None
+    return found if found is not None and found.place is place else None
 
 
 def _all(entries: Sequence[object], hashed: bool) -> dict[int, Read]:
     escapes = EscapeBudget()
     read = {}
     for entry in entries:
-        if id(entry) not in read:
-            read[id(entry)] = _one(entry, escapes, hashed)
+        place = _place(entry)
+        if id(place) not in read:
+            read[id(place)] = _one(entry, place, escapes, hashed)
     return read
 
 
-def _one(entry: object, escapes: EscapeBudget, hashed: bool) -> Read:
+def _one(entry: object, place: object, escapes: EscapeBudget, hashed: bool) -> Read:
     try:
         source = parse_source(entry, escapes)
     except MediaError as error:
         # Not its traceback, which holds the media.
-        return Read(entry, error.with_traceback(None))
+        return Read(place, error.with_traceback(None))
     if source.data is None:
-        return Read(entry, source)
+        return Read(place, source)
     sha256 = hashlib.sha256(source.data).hexdigest() if hashed else ""
-    return Read(entry, source, digest(source.data), sha256)
+    return Read(place, source, digest(source.data), sha256)
+
+
+def _place(entry: Any) -> Any:
+    """Where an entry says that its media are: a URL, or they themselves; the entry if nowhere."""
+    place = entry.get("url") if isinstance(entry, Mapping) else getattr(entry, "url", entry)
+    return entry if place is None else place
 
 
 def _weight(entry: Any) -> int:
     if isinstance(entry, Image.Image):
         return 3 * entry.width * entry.height
-    place = entry.get("url") if isinstance(entry, Mapping) else getattr(entry, "url", entry)
+    place = _place(entry)
     return len(place) if isinstance(place, str | bytes | bytearray | memoryview) else 0

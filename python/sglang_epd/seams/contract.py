@@ -83,6 +83,9 @@ entrypoints.engine
 entrypoints.http_server
     seams/large_bodies: async ORJSONRequest.json(self)
     seams/large_bodies: get_global_state()
+entrypoints.openai.serving_transcription
+    seams/transcription: async OpenAIServingTranscription.create_transcription(self audio_data model
+        language response_format temperature stream raw_request timestamp_granularities)
 entrypoints.ssl_utils
     encoder/server: SSLCertRefresher(ssl_context key_path cert_path ca_path)
     encoder/server: SSLCertRefresher.stop(self)

@@ -152,7 +152,10 @@ def count_parts(body: Any, path: str) -> tuple[int, int]:
     """
     if not isinstance(body, dict):
         return 0, 0
-    given = body.get("input")
+    given, images, questions = (body.get(name) for name in ("input", "images", "questions"))
+    if isinstance(images, list) and isinstance(questions, list | dict):
+        # Of /v1/decisions: a prompt with all images for each question.
+        return (count := len(images) * len(questions)), count
     has_media = isinstance(given, list) and given and isinstance(given[0], dict)
     names = (*_LISTS, "input") if path.endswith(_RESPONSES) or has_media else _LISTS
     parts = media = 0

@@ -27,6 +27,7 @@ from typing import Any
 import torch
 
 from sglang_epd.errors import (
+    ConfigError,
     EncodeError,
     EpdError,
     MediaError,
@@ -51,7 +52,7 @@ from sglang_epd.seams.requests import aborted_when_left, client, noted
 from sglang_epd.tally import LoopLag
 from sglang_epd.transfer.control import Control
 from sglang_epd.wire.http import EncodeItem, ItemLayout
-from sglang_epd.wire.messages import Expect
+from sglang_epd.wire.messages import MAX_ITEMS, Expect
 
 logger = logging.getLogger(__name__)
 
@@ -101,6 +102,11 @@ class TokenizerSeam:
         Raises:
             ConfigError: the model cannot have its encoder apart, and why.
         """
+        if manager.model_config.joint_head_config is not None:
+            raise ConfigError(
+                "a checkpoint with joint_head_config.json is not served: its route /v1/systemone "
+                "fetches media on this server"
+            )
         self._live = manager.rid_to_state
         self.layouts = bootstrap.board_of(manager.bootstrap_server)
         stop_at_the_first_error()
@@ -195,9 +201,10 @@ class TokenizerSeam:
             slot.failed(error)
 
     def _slots(self, room: Any) -> list[Slot]:
-        """Of those rooms that are rooms: the slot that each has, or a new one."""
+        """Of those rooms that are rooms: the slot that each has, or a new one. None of more rooms
+        than a request may have: they are other requests' too."""
         board, rooms = self.layouts, room if isinstance(room, list) else [room]
-        if board is None:
+        if board is None or len(rooms) > MAX_ITEMS:
             return []
         return [
             board.look(one) or board.open(one, self._timeout_s)
@@ -382,6 +389,8 @@ class TokenizerSeam:
     def _start(self, prompts: list[Any], *, sampled: bool = False) -> list[Expect | None]:
         """All of the prompts, or none of them; of those with n > 1 the first one, while the others
         are announced in their turn."""
+        if self.layouts is not None and len(prompts) > MAX_ITEMS:
+            raise MediaError(f"a prefill server takes at most {MAX_ITEMS} prompts a request")
         slots = [self._slot(prompt) for prompt in prompts]
         started: list[Expect | None] = []
         before: samples.Sampled | None = None

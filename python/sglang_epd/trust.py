@@ -9,6 +9,7 @@ counts where it is not set.
 from __future__ import annotations
 
 import hmac
+import os
 import ssl
 from dataclasses import dataclass, field
 from typing import Any
@@ -77,6 +78,16 @@ class Trust:
         if not self.certfile:
             return None
         context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        self.load(context)
+        return context
+
+    def load(self, context: ssl.SSLContext) -> None:
+        """Have new connections of a socket that listens get the certificate that is in the files
+        now.
+
+        Raises:
+            ConfigError: the files cannot be used.
+        """
         try:
             # Without a password OpenSSL would ask on the terminal.
             context.load_cert_chain(
@@ -84,7 +95,15 @@ class Trust:
             )
         except (OSError, ssl.SSLError, ValueError) as error:
             raise ConfigError(f"--ssl-certfile {self.certfile}: {error}") from None
-        return context
+
+    def stamp(self) -> tuple[tuple[int, int], ...]:
+        """Of the files of the certificate: another when they have been replaced.
+
+        Raises:
+            OSError: there is none.
+        """
+        found = [os.stat(path) for path in (self.certfile, self.keyfile) if path]
+        return tuple((one.st_ino, one.st_mtime_ns) for one in found)
 
     def client_ssl(self) -> ssl.SSLContext:
         """For connections to https:// servers.

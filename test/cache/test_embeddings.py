@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from integrity import check_cache
-from sglang_epd.cache import EmbeddingCache, LayoutCache
+from sglang_epd.cache import EmbeddingCache, LayoutCache, embeddings
 from sglang_epd.cache.embeddings import Entry
 from sglang_epd.wire.messages import Layout, TensorSpec
 
@@ -79,6 +79,22 @@ def test_memory_of_its_own_makes_others_leave(cache, evicted):
     assert not evicted
     cache.own(mine)
     assert evicted == [b"idle"]
+    check_cache(cache)
+
+
+def test_where_there_is_no_memory_for_its_own_it_stays_where_it_is(cache, monkeypatch):
+    def full(_tensor):
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+
+    monkeypatch.setattr(embeddings, "alone", full)
+    batch = embedding(2)
+    entry = cache.add(b"a", layout(1), batch[:1])
+    cache.own(entry)
+    cache.release(entry)
+    check_cache(cache)
+    assert cache.find(b"a") is entry
+    cache.release(entry)
+    assert cache.clear() == 1
     check_cache(cache)
 
 

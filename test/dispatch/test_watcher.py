@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 import socket
 import threading
 import time
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -27,6 +30,7 @@ from waiting import until
 PACE = Pace(steady=0.05, doubtful=0.02, least=0.005, timeout=0.2, most=0.1)
 RHYTHM = Rhythm(expire=0.02, names=0.05, follow=0.05)
 NOBODY = "http://127.0.0.1:9"
+PATIENCE_S = 10.0
 Call = Callable[..., Any]
 
 
@@ -356,6 +360,34 @@ async def test_with_a_certificate_registration_is_https(watch, pool, tmp_path):
         with pytest.raises(aiohttp.ClientError):
             await session.get(f"http://localhost:{watcher.port}/health")
     assert pool.urls() == [NOBODY]
+
+
+async def test_a_renewed_certificate_is_shown_to_new_connections(watch, tmp_path):
+    made = certificates.make(tmp_path)
+    trust = Trust("secret", made.certfile, made.keyfile)
+    watcher = watch(trust=trust, rhythm=replace(RHYTHM, certificate=0.02))
+
+    async def answers(believed: str) -> bool:
+        context = Trust(ca_certs=believed).client_ssl()
+        async with aiohttp.ClientSession() as session:
+            url = f"https://localhost:{watcher.port}/health"
+            try:
+                async with session.get(url, ssl=context):
+                    return True
+            except aiohttp.ClientSSLError:
+                return False
+
+    first = str(tmp_path / "first.pem")
+    shutil.copy(made.certfile, first)
+    assert await answers(first)
+    Path(made.certfile).write_text("half written")
+    await asyncio.sleep(0.1)
+    assert await answers(first)
+    certificates.make(tmp_path)
+    async with asyncio.timeout(PATIENCE_S):
+        while not await answers(made.certfile):
+            await asyncio.sleep(0.02)
+    assert not await answers(first)
 
 
 async def test_a_certificate_that_cannot_be_read_is_refused_at_start(watch, tmp_path):

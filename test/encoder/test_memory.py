@@ -1,5 +1,7 @@
 """Freed memory goes back to the system."""
 
+import asyncio
+import itertools
 import subprocess
 import sys
 from pathlib import Path
@@ -8,6 +10,7 @@ import pytest
 
 from sglang_epd.encoder import memory
 from sglang_epd.encoder.memory import give_back
+from waiting import until
 
 BLOCK_BYTES = 64 << 10  # small enough for the heap
 BLOCKS = 2048
@@ -34,6 +37,23 @@ def test_what_was_freed_is_given_back():
     assert give_back()
     assert resident_bytes() < full - BLOCKS * BLOCK_BYTES * 3 // 4
     assert len(last) == BLOCK_BYTES
+
+
+async def test_memory_is_given_back_after_a_time_at_which_it_could_not_be(monkeypatch, caplog):
+    tries = []
+
+    def fails_once():
+        tries.append(1)
+        if len(tries) == 1:
+            raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(memory, "_EVERY_S", 0.01)
+    monkeypatch.setattr(memory, "give_back", fails_once)
+    finished = itertools.count()
+    giving = asyncio.create_task(memory.give_back_in_time(lambda: next(finished), on_cpu=True))
+    await until(lambda: len(tries) > 1)
+    giving.cancel()
+    assert "Free memory is kept for now" in caplog.text
 
 
 def test_large_blocks_are_given_back_at_once():

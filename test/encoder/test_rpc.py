@@ -17,6 +17,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from sglang_epd.cli.checks import Finding, Verdict
 from sglang_epd.cli.checks.servers import servers
 from sglang_epd.cli.probes import ServerView, ask, target
+from sglang_epd.dispatch import rpc as rpc_module
 from sglang_epd.dispatch.client import EncoderClient
 from sglang_epd.dispatch.pool import Health, Pool
 from sglang_epd.dispatch.prober import Prober
@@ -302,6 +303,17 @@ async def test_a_connection_that_nothing_comes_through_is_left(serve):
     assert await asyncio.wait_for(asker.status(url, TOKEN), 10)
     await asker.close()
     link.close()
+
+
+async def test_nothing_is_kept_of_encoders_that_have_left(serve):
+    asker, left = Rpc(), await serve("secret")
+    assert await asker.status(left, TOKEN)
+    await serve.stop(0)
+    await until(lambda: not rpc_module._is_connected(asker._links[left].channel))
+    staying = await serve("secret")
+    assert await asker.status(staying, TOKEN)
+    assert list(asker._links) == [staying]
+    await asker.close()
 
 
 async def test_what_is_no_request_is_refused(serve, client):

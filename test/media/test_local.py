@@ -1,15 +1,17 @@
 from __future__ import annotations
 
+import asyncio
 import os
 import threading
 import time
 from pathlib import Path
 
 import pytest
+from aiohttp import web
 
-from media.samples import in_seconds
+from media.samples import Serve, in_seconds, local_limits
 from sglang_epd.errors import EpdError, MediaError, MediaForbiddenError, MediaTooLargeError
-from sglang_epd.media import MediaFetcher, MediaLimits, digest, parse_source
+from sglang_epd.media import MediaFetcher, MediaLimits, MediaSource, digest, fetch, parse_source
 from sglang_epd.media.limits import NO_LIMIT
 
 
@@ -77,6 +79,33 @@ async def test_nothing_outside_the_root_is_read(root: Path) -> None:
         with pytest.raises(MediaForbiddenError, match="outside") as caught:
             await read(path, root)
         assert str(root) not in caught.value.message
+
+
+async def test_a_mount_that_hangs_stops_no_other_media(
+    serve: Serve, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bodies of some size are hashed in threads."""
+    body, mount = os.urandom(1 << 20), threading.Event()
+
+    async def handle(_request: web.Request) -> web.Response:
+        return web.Response(body=body)
+
+    url = await serve(handle)
+    monkeypatch.setattr(fetch, "open_local", lambda *_: mount.wait(30))
+    async with MediaFetcher(local_limits(allowed_local_root=root)) as fetcher:
+        hung = [
+            asyncio.create_task(
+                fetcher.fetch(MediaSource(url=f"file://{root}/{n}.png"), in_seconds(30))
+            )
+            for n in range(2 * (32 + (os.cpu_count() or 1)))
+        ]
+        await asyncio.sleep(0.1)
+        media = await asyncio.wait_for(fetcher.fetch(MediaSource(url=url), in_seconds(10)), 10)
+        assert media.data == body
+        for task in hung:
+            task.cancel()
+        mount.set()
+        await asyncio.gather(*hung, return_exceptions=True)
 
 
 async def test_only_regular_files_are_read(root: Path) -> None:

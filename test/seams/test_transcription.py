@@ -32,6 +32,7 @@ def transcribe(sglang, flags, hooked, monkeypatch, decoded):
     """Have a recording transcribed; the status, and SGLang's request or the message."""
     module = sglang("entrypoints.openai.serving_transcription")
     hooked("OpenAIServingTranscription.create_transcription")
+
     def decode(data, *_args, **_options):
         decoded.append(data)
         raise ValueError

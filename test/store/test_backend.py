@@ -30,6 +30,20 @@ def one(clock: Clock) -> Breaker:
     return Breaker("reads", clock)
 
 
+async def test_a_thread_that_does_not_start_is_started_by_the_next_call(monkeypatch):
+    threads, start = Threads("store", 1), threading.Thread.start
+
+    def no_more(_thread):
+        monkeypatch.setattr(threading.Thread, "start", start)
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", no_more)
+    with pytest.raises(RuntimeError):
+        await threads.run(lambda: 1)
+    assert await asyncio.wait_for(threads.run(lambda: 2), 5) == 2
+    threads.close()
+
+
 async def ask(one: Breaker, error: Exception | None = None, timeout_s: float = 5.0) -> str:
     """One call, which ends at once; how it ended."""
 

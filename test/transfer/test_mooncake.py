@@ -268,6 +268,24 @@ def test_nobody_at_the_address_is_unavailable(engine, source):
             engine.write(session, source.address, 0, KIB, PATIENCE_S)
 
 
+def test_a_probe_that_does_not_start_is_started_by_the_next_write(
+    engine, receiver, source, monkeypatch
+):
+    start = threading.Thread.start
+
+    def no_more(thread):
+        if thread.name != "mooncake-probe":
+            return start(thread)
+        monkeypatch.setattr(threading.Thread, "start", start)
+        raise RuntimeError("can't start new thread")
+
+    engine._forget(receiver.session)
+    monkeypatch.setattr(threading.Thread, "start", no_more)
+    with pytest.raises(RuntimeError, match="new thread"):
+        engine.write(receiver.session, source.address, receiver.address, KIB, PATIENCE_S)
+    engine.write(receiver.session, source.address, receiver.address, KIB, PATIENCE_S)
+
+
 def test_a_peer_frozen_before_first_contact_holds_up_nobody_else(engine, receiver, source, deaf):
     for _ in range(2):
         started = time.monotonic()

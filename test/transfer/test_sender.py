@@ -255,6 +255,57 @@ async def test_without_shared_memory_it_goes_over_the_socket(
     assert torch.equal(tensors[1], EMBEDDING + 1)
 
 
+async def test_shared_memory_is_tried_again_after_a_while(receiver, sender, scheduler, monkeypatch):
+    scheduler.expecting(items=2)
+    monkeypatch.setattr(sender_module, "_ANOTHER_WAY_S", 0.0)
+
+    def refuse(_address):
+        raise OSError("too many open files")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Arena, "open", refuse)
+        assert await deliver(sender, receiver.endpoint, 0) == "inline"
+    assert await deliver(sender, receiver.endpoint, 1) == "shared"
+
+
+async def test_a_message_that_cannot_be_acted_upon_stops_no_later_one(
+    receiver, sender, scheduler, monkeypatch, caplog
+):
+    scheduler.expecting(items=2)
+
+    def no_thread(*_args):
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(sender, "_prepare", no_thread)
+        await deliver(sender, receiver.endpoint, 0)
+    await asyncio.wait_for(deliver(sender, receiver.endpoint, 1), PATIENCE_S)
+    assert "Could not act upon a message" in caplog.text
+
+
+async def test_a_write_that_fails_in_an_unforeseen_way_gives_its_memory_back(
+    receiver, scheduler, monkeypatch
+):
+    sender = Sender()
+    monkeypatch.setattr(sender_module, "_SMALL_BYTES", 0)
+
+    def fails(_landing, _raw):
+        raise ValueError("unforeseen")
+
+    monkeypatch.setattr(sender._shared, "write", fails)
+    scheduler.expecting()
+    with pytest.raises(ValueError, match="unforeseen"):
+        await deliver(sender, receiver.endpoint)
+    await until(lambda: not receiver._reservations.held_bytes)
+    (peer,) = sender._peers.values()
+    assert not peer.grants
+    await sender.close()
+
+
+async def test_language_servers_in_great_number_can_be_dialled(sender):
+    assert sender._context.get(zmq.MAX_SOCKETS) > 3 * 1000
+
+
 async def test_one_receivers_memory_out_of_reach_says_nothing_of_anothers(
     receiver, sender, scheduler, router
 ):

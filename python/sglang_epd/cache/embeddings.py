@@ -9,6 +9,7 @@ embedding at the same time still share it.
 
 from __future__ import annotations
 
+import logging
 from collections import Counter, OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -18,6 +19,8 @@ import torch
 
 from sglang_epd.wire.messages import Layout
 from sglang_epd.wire.tensors import alone
+
+logger = logging.getLogger(__name__)
 
 MAX_ENTRIES = 65_536
 # A long video's layout has thousands of timestamps.
@@ -125,10 +128,16 @@ class EmbeddingCache:
         self._make_room()
 
     def own(self, entry: Entry) -> None:
-        """Have a pinned entry lie in memory of its own, as what is kept for long has to."""
+        """Have a pinned entry lie in memory of its own, as what is kept for long has to; where there
+        is none, it stays where it is."""
+        try:
+            own = alone(entry.embedding)
+        except RuntimeError as error:
+            logger.warning("An embedding keeps the memory of its batch: %s", error)
+            return
         self._count(entry.embedding, -1)
-        entry.embedding = alone(entry.embedding)
-        self._count(entry.embedding, 1)
+        entry.embedding = own
+        self._count(own, 1)
         self._make_room()  # others may keep the memory that it lay in
 
     def clear(self) -> int:

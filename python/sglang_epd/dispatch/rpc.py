@@ -121,6 +121,7 @@ class Rpc:
             UnavailableError: it gets none.
         """
         if url not in self._links:
+            await self._close_unconnected()
             target = url.removeprefix(rpc.SCHEME)
             channel = grpc.aio.insecure_channel(target, options=_OPTIONS)
             self._links[url] = _Link(channel)
@@ -137,6 +138,13 @@ class Rpc:
         finally:
             link.calls -= 1
             if not link.calls and (link.over or not _is_connected(link.channel)):
+                self._leave(url, link)
+                await link.channel.close()
+
+    async def _close_unconnected(self) -> None:
+        """Channels of encoders that have left: nobody calls them any more."""
+        for url, link in list(self._links.items()):
+            if not link.calls and not _is_connected(link.channel):
                 self._leave(url, link)
                 await link.channel.close()
 

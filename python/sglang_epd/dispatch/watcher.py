@@ -19,6 +19,7 @@ import logging
 import math
 import secrets
 import socket
+import ssl
 import threading
 from collections.abc import Awaitable, Callable, Iterable
 from concurrent.futures import Future
@@ -55,11 +56,13 @@ class Rhythm:
         expire: between two looks at the leases.
         names: between two look-ups of each name.
         follow: between two questions to the process that holds the port.
+        certificate: between two looks at the certificate's files.
     """
 
     expire: float = 0.5
     names: float = 5.0
     follow: float = 1.0
+    certificate: float = 30.0
 
 
 class _Known(msgspec.Struct):
@@ -115,6 +118,9 @@ class Watcher:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stop = asyncio.Event()
         self._runner: web.AppRunner | None = None
+        # Of the port, and the stamp of the files that it was loaded from.
+        self._tls: ssl.SSLContext | None = None
+        self._stamp: tuple[tuple[int, int], ...] = ()
 
     def start(self) -> None:
         """Begin; returns when encoders can register.
@@ -200,6 +206,7 @@ class Watcher:
             asyncio.create_task(_repeat("leases", rhythm.expire, expire)),
             asyncio.create_task(_repeat("names", rhythm.names, names.refresh)),
             asyncio.create_task(_repeat("registrations", rhythm.follow, follow)),
+            asyncio.create_task(_repeat("certificate", rhythm.certificate, self._renew)),
         ]
         try:
             await self._stop.wait()
@@ -219,7 +226,8 @@ class Watcher:
         registry = Registry(self._pool, self._trust, self._siblings)
         runner = web.AppRunner(registry.app(), access_log=None, shutdown_timeout=1.0)
         await runner.setup()
-        site = web.TCPSite(runner, self._host, self.port, ssl_context=self._trust.server_ssl())
+        self._tls, self._stamp = self._trust.server_ssl(), self._trust.stamp()
+        site = web.TCPSite(runner, self._host, self.port, ssl_context=self._tls)
         try:
             await site.start()
         except OSError as error:
@@ -231,6 +239,14 @@ class Watcher:
         self.port = runner.addresses[0][1]
         logger.info("Encoders register at %s", self._address(self._host))
         return True
+
+    async def _renew(self) -> None:
+        """Encoders connect anew for each renewal: they would all be lost with a certificate that
+        has expired."""
+        if self._tls is not None and (stamp := self._trust.stamp()) != self._stamp:
+            self._trust.load(self._tls)
+            self._stamp = stamp
+            logger.info("The registration port has a new certificate")
 
     async def _follow(self, session: aiohttp.ClientSession) -> None:
         """Take over the encoders that the process with the port knows.

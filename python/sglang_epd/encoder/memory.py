@@ -11,8 +11,11 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import gc
+import logging
 from collections.abc import Callable
 from typing import NoReturn
+
+logger = logging.getLogger(__name__)
 
 _M_MMAP_THRESHOLD = -3
 _M_TRIM_THRESHOLD = -1
@@ -84,7 +87,10 @@ async def give_back_in_time(finished: Callable[[], int], *, on_cpu: bool) -> NoR
         quiet, before = now == before, now
         if now != tidy_at and (on_cpu or quiet or turn % _TURNS_UNDER_LOAD == 0):
             tidy_at = now
-            await asyncio.to_thread(give_back)
+            try:
+                await asyncio.to_thread(give_back)
+            except Exception:
+                logger.exception("Free memory is kept for now")
 
 
 def keep_for_good() -> None:

@@ -15,6 +15,7 @@ import socket
 import time
 import weakref
 import zlib
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, Self
@@ -59,6 +60,7 @@ _CHUNK_BYTES = 256
 # hosts made a turn of 15 ms, and a small body came after 93 ms instead of 6.
 _LARGE_BYTES = 1 << 20
 _LARGE_READS = 2
+_FILE_THREADS = 8
 _HEADERS = {
     "Accept": "*/*",
     # Media is compressed already; packed transfer only serves decompression bombs.
@@ -99,6 +101,8 @@ class MediaFetcher(Fetcher):
         )
         self._resolver = resolver
         self._session: aiohttp.ClientSession | None = None
+        # Local files alone, whose mount may hang; threads are needed for other media too.
+        self._files = ThreadPoolExecutor(_FILE_THREADS, "epd-file")
         # Held for one turn of the event loop by each large body that goes on.
         self._large = asyncio.Semaphore(_LARGE_READS)
 
@@ -122,6 +126,7 @@ class MediaFetcher(Fetcher):
 
     async def __aexit__(self, *_error: object) -> None:
         self._slots.close()
+        self._files.shutdown(wait=False, cancel_futures=True)
         if self._session is not None:
             await self._session.close()
             self._session = None
@@ -145,13 +150,14 @@ class MediaFetcher(Fetcher):
 
     async def _read(self, url: str, turn: Turn) -> bytes:
         """A local file, whose mount may be slow."""
-        file = await asyncio.to_thread(open_local, url, self._limits)
+        loop = asyncio.get_running_loop()
+        file = await loop.run_in_executor(self._files, open_local, url, self._limits)
         try:
             await turn.grow(os.fstat(file.fileno()).st_size)
         except BaseException:
             file.close()
             raise
-        return await asyncio.to_thread(read_local, file, self._limits)
+        return await loop.run_in_executor(self._files, read_local, file, self._limits)
 
     def _turn(
         self, source: MediaSource, account: Account | None

@@ -101,9 +101,9 @@ class Threads:
         itself if it has begun.
         """
         if self._started < self._count:
-            self._started += 1
-            name = f"{self._name} {self._started}"
+            name = f"{self._name} {self._started + 1}"
             threading.Thread(target=self._work, name=name, daemon=True).start()
+            self._started += 1
         job: Future[_Result] = Future()
         calls = [call]
         # One that was cancelled stays in the queue, and would keep what its call holds.

@@ -168,13 +168,14 @@ class MooncakeEngine:
         with self._lock:
             contact = self._contacts.get(session)
             if contact is None:
-                contact = self._contacts[session] = Future()
+                contact = Future()
                 threading.Thread(
                     target=_probe,
                     args=(self._engine, session, contact),
                     name="mooncake-probe",
                     daemon=True,
                 ).start()
+                self._contacts[session] = contact
         try:
             code = contact.result(max(0.0, deadline - time.monotonic()))
         except TimeoutError:

@@ -55,8 +55,10 @@ _RECONNECT_MS = 100, 2_000
 _REACH_S = 5.0
 _REFUSED = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
 _EVENTS = zmq.EVENT_CONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | _REFUSED
-# After a write of a transfer engine has failed, payloads go to that server without it for so long.
-_WITHOUT_ENGINE_S = 60.0
+# After a write of a transfer engine, or into shared memory, has failed, payloads go to that server
+# another way for so long.
+_ANOTHER_WAY_S = 60.0
+_MAX_SOCKETS = 16_384
 # A write that has had so much has not failed for want of time.
 _LONG_S = 10.0
 # Map the places of payloads in this machine's arenas while those are being made, then copy; a
@@ -92,8 +94,8 @@ class _Peer:
     events: zmq.asyncio.Socket = field(init=False)
     keeper: asyncio.Task[None] = field(init=False)
     used: float = field(default_factory=time.monotonic)
-    # Whether this process can write into its memory, as far as is known.
-    shares: bool = True
+    # From when on this process tries again to write into its memory, after it could not.
+    shares_from: float = 0.0
     # From when on a transfer engine is offered again, after a write of it has failed.
     engine_from: float = 0.0
     # An item has one offer, then one payload, open at a time.
@@ -106,6 +108,11 @@ class _Peer:
     writing: ThreadPoolExecutor = field(
         default_factory=lambda: ThreadPoolExecutor(WRITES_AT_A_TIME, "epd-write")
     )
+
+    @property
+    def shares(self) -> bool:
+        """Whether this process can write into its memory, as far as is known."""
+        return time.monotonic() >= self.shares_from
 
 
 class Sender:
@@ -127,6 +134,8 @@ class Sender:
         reach_s: float = _REACH_S,
     ) -> None:
         self._context = zmq.asyncio.Context()
+        # Three for each language server of the last minutes.
+        self._context.set(zmq.MAX_SOCKETS, _MAX_SOCKETS)
         self._peers: dict[str, _Peer] = {}
         self._closed = False
         self._remote = remote
@@ -285,8 +294,10 @@ class Sender:
                         peer, grant, self._sharing, lambda: self._shared.write(at, raw)
                     )
             except (OSError, ProtocolError) as error:
-                peer.shares = False
-                logger.warning("Embeddings go over the socket: no shared memory (%s)", error)
+                peer.shares_from = time.monotonic() + _ANOTHER_WAY_S
+                logger.warning(
+                    "Embeddings go over the socket for a while: no shared memory (%s)", error
+                )
             else:
                 granted.way = "shared"
                 return iter([told])
@@ -338,6 +349,11 @@ class Sender:
             raise
         except UnavailableError:
             self._leave(writing, peer, grant)
+            raise
+        except (OSError, ProtocolError):
+            raise  # it may be written another way
+        except Exception:
+            self._withdraw(peer, grant)
             raise
         finally:
             # Its error's trace holds this frame, and the frame the payload.
@@ -416,9 +432,13 @@ class Sender:
         socket.setsockopt(zmq.HEARTBEAT_TTL, self._dead_ms)
         socket.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS[0])
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, _RECONNECT_MS[1])
-        peer.socket = socket
         try:
-            peer.events = socket.get_monitor_socket(_EVENTS)
+            events = socket.get_monitor_socket(_EVENTS)
+        except zmq.ZMQError as error:
+            socket.close()
+            raise UnavailableError(f"no more reply endpoints can be dialled: {error}") from None
+        peer.socket, peer.events = socket, events
+        try:
             peer.place = dial(socket, peer.endpoint)
         except zmq.ZMQError as error:
             self._hang_up(peer)
@@ -504,31 +524,35 @@ class Sender:
         while True:
             frame = await peer.socket.recv()
             try:
-                message = wire.decode_message(frame)
+                self._heed(peer, wire.decode_message(frame))
             except ProtocolError as error:
                 logger.warning("Dropped a message of a language server: %s", error)
-                continue
-            if isinstance(message, wire.Ack):
-                ack = peer.acks.get((message.ticket, message.item, message.grant))
-                if ack is not None and not ack.done():
-                    ack.set_result(message)
-            elif isinstance(message, wire.Grant) and _name(message) in peer.grants:
-                # It is asked whether that is so.
-                if peer.grants[_name(message)]():
-                    self._withdraw(peer, message)
-            elif isinstance(message, wire.Wait | wire.Grant | wire.Decline):
-                _, offered = peer.offers.get((message.ticket, message.item), (None, None))
-                question = isinstance(message, wire.Grant) and message.ttl_s <= 0
-                if offered is not None and not offered.decided.done() and not question:
-                    offered.answer(message)
-                    if isinstance(message, wire.Grant):
-                        peer.grants[_name(message)] = _writes_on
-                        self._prepare(peer, message, offered.nbytes)
-                elif isinstance(message, wire.Grant):
-                    # The caller has left.
-                    self._withdraw(peer, message)
-            else:
-                logger.warning("Dropped a %s of a language server", type(message).__name__)
+            except Exception:
+                # The next ones are read all the same.
+                logger.exception("Could not act upon a message of a language server")
+
+    def _heed(self, peer: _Peer, message: wire.Message) -> None:
+        if isinstance(message, wire.Ack):
+            ack = peer.acks.get((message.ticket, message.item, message.grant))
+            if ack is not None and not ack.done():
+                ack.set_result(message)
+        elif isinstance(message, wire.Grant) and _name(message) in peer.grants:
+            # It is asked whether that is so.
+            if peer.grants[_name(message)]():
+                self._withdraw(peer, message)
+        elif isinstance(message, wire.Wait | wire.Grant | wire.Decline):
+            _, offered = peer.offers.get((message.ticket, message.item), (None, None))
+            question = isinstance(message, wire.Grant) and message.ttl_s <= 0
+            if offered is not None and not offered.decided.done() and not question:
+                offered.answer(message)
+                if isinstance(message, wire.Grant):
+                    peer.grants[_name(message)] = _writes_on
+                    self._prepare(peer, message, offered.nbytes)
+            elif isinstance(message, wire.Grant):
+                # The caller has left.
+                self._withdraw(peer, message)
+        else:
+            logger.warning("Dropped a %s of a language server", type(message).__name__)
 
     def _prepare(self, peer: _Peer, grant: wire.Grant, nbytes: int | None) -> None:
         """Have the place of a payload mapped by the time that the payload is there."""
@@ -574,7 +598,7 @@ def _remote_write(
             remote.write(place, raw, left_s)
         except UnavailableError as error:
             if left_s > _LONG_S or time.monotonic() < deadline:
-                peer.engine_from = time.monotonic() + _WITHOUT_ENGINE_S
+                peer.engine_from = time.monotonic() + _ANOTHER_WAY_S
                 # Not the error, whose trace holds the payload.
                 told = peer.place, error.message
                 logger.warning("Embeddings go to %s another way for a while: %s", *told)

@@ -136,7 +136,7 @@ HOOKS = (
     # ... tokenizer process: a stream that fails before its first token has an HTTP status.
     _manager("_handle_abort_finish_reason", "around", requests.around("answer_before_streaming")),
     # ... tokenizer process, --enable-adaptive-dispatch-to-encoder: images encoded on this server.
-    _manager("_init_req_state", "after", requests.after("noted")),
+    _manager("_init_req_state", "after", requests.noted),
     _manager("_should_dispatch_to_encoder", "around", requests.around("adaptive.should_dispatch")),
     _manager("_tokenize_one_request", "around", requests.around("tokenize")),
     # ... tokenizer process: the samples of a prompt are announced one by one.

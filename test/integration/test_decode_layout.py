@@ -181,6 +181,30 @@ def test_what_the_prefill_refuses_before_it_begins_is_fetched_by_neither(
     qwen2_5.check_alive()
 
 
+def test_without_its_prefill_a_request_ends_with_the_same_status_in_a_stream(
+    qwen2_5: Topology, site: Site, photographs: Photographs, unused_tcp_port: int
+) -> None:
+    decode = qwen2_5.client("decode")
+    (message,) = site.linked(one(photographs))
+    room = {
+        "bootstrap_host": "127.0.0.1",
+        "bootstrap_port": unused_tcp_port,
+        "bootstrap_room": 4713,
+    }
+    image = next(part for part in message["content"] if part["type"] == "image_url")
+    body = {"text": f"{IMAGE}What is it?", "image_data": image["image_url"]["url"], **room}
+    with ThreadPoolExecutor(4) as pool:
+        chats = [pool.submit(decode.chat, message, stream=way, **room) for way in (True, False)]
+        texts = [pool.submit(decode.generate, stream=way, **body) for way in (True, False)]
+        chats, texts = ([one.result() for one in some] for some in (chats, texts))
+    assert [answer.status_code for answer in (*chats, texts[1])] == [503] * 3
+    assert '"code":503' in texts[0].text
+    for answer in (*chats, *texts):
+        assert "the request's prefill server does not answer" in answer.text
+    assert not site.asked
+    qwen2_5.check_alive()
+
+
 @pytest.mark.parametrize(
     ("bad", "status", "reason", "stream"),
     [

@@ -19,7 +19,7 @@ from sglang_epd.language import layout_exchange
 from sglang_epd.language.layout_exchange import PATH, LayoutClient, LayoutRoute, authorization
 from sglang_epd.language.layouts import Board
 from sglang_epd.trust import Trust
-from sglang_epd.wire.http import CONTENT_TYPE
+from sglang_epd.wire.http import CONTENT_TYPE, LayoutReply, encode_body
 
 ROOM = 2**63 - 1
 TTL_S = 30.0
@@ -157,7 +157,7 @@ async def test_a_server_without_the_route_knows_nothing(client):
 async def test_where_no_server_answers_there_is_an_error(
     serve, client, unused_tcp_port, monkeypatch
 ):
-    monkeypatch.setattr(layout_exchange, "_UNANSWERED_S", 0.0)
+    monkeypatch.setattr(layout_exchange, "_UNANSWERED_S", -1.0)
     port = await serve()
     for where in (
         ("127.0.0.1", unused_tcp_port),
@@ -183,12 +183,36 @@ async def test_a_server_that_does_not_answer_is_asked_again(
         assert await asking == [described()]
 
 
+async def test_a_question_that_stays_without_an_answer_is_asked_once_more(
+    serve, client, described, monkeypatch
+):
+    """Of a server that was frozen for a while; `_UNANSWERED_S` is over by then."""
+    monkeypatch.setattr(layout_exchange, "POLL_S", 0.1)
+    monkeypatch.setattr(layout_exchange, "_SLACK_S", 0.1)
+    monkeypatch.setattr(layout_exchange, "_UNANSWERED_S", 0.1)
+    monkeypatch.setattr(layout_exchange, "_AGAIN_S", 0.01)
+    questions = []
+
+    async def frozen_at_first(_request):
+        questions.append(1)
+        if len(questions) in (1, 3):
+            await asyncio.Event().wait()
+        if len(questions) == 2:
+            return web.Response(status=202)
+        body = encode_body(LayoutReply([described()]))
+        return web.Response(body=body, content_type=CONTENT_TYPE)
+
+    assert await client.ask("127.0.0.1", await serve(frozen_at_first), ROOM) == [described()]
+    assert len(questions) == 4
+
+
 @pytest.mark.parametrize("status", [200, 302, 500])
 async def test_an_answer_that_is_not_ours_is_no_answer(serve, client, status):
     async def other(_request):
         return web.Response(status=status, body=b"hello", content_type=CONTENT_TYPE)
 
-    assert await client.ask("127.0.0.1", await serve(other), ROOM) is None
+    with pytest.raises(UnavailableError, match="cannot be read"):
+        await client.ask("127.0.0.1", await serve(other), ROOM)
 
 
 async def test_cancelling_the_question_ends_it_there(serve, client):

@@ -67,7 +67,7 @@ def test_a_room_that_is_used_again_belongs_to_the_later_request(board, described
 def test_what_is_known_is_kept_for_a_minute_and_the_rest_until_its_deadline(
     board, clock, described
 ):
-    board.open(7, TTL_S).learnt([described()])
+    board.open(7, 1.0).learnt([described()])
     board.open(8, TTL_S)
     clock.now += 59
     assert board.look(7)
@@ -78,6 +78,13 @@ def test_what_is_known_is_kept_for_a_minute_and_the_rest_until_its_deadline(
     clock.now += layouts._GRACE_S + 1
     board.open(9, TTL_S)
     assert len(board._slots) == 1
+
+
+def test_what_is_known_stays_as_long_as_its_request_may_take(board, clock, described):
+    """The prompt before it in a batch may be a long video."""
+    board.open(7, TTL_S).learnt([described()])
+    clock.now += TTL_S
+    assert read(board, 7).items
 
 
 def test_rooms_are_bounded_in_number(clock, described):

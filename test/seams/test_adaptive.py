@@ -350,9 +350,9 @@ async def test_a_client_that_leaves_meanwhile_is_noticed(build):
     manager = build()
     prompt = Prompt(images=["1000"])
     http = Http()
-    requests.noted(prompt, http)
+    requests.noted(None, None, prompt, http)
     # The copies that SGLang makes of a sampled request come without it.
-    requests.noted(prompt)
+    requests.noted(None, None, prompt)
     manager.dispatch(prompt)
     asyncio.get_running_loop().call_later(0.05, setattr, http, "gone", True)
     with pytest.raises(ValueError, match="left"):

@@ -11,11 +11,11 @@ from fastapi import HTTPException
 from prometheus_client import CollectorRegistry
 
 from sglang_epd import modality
-from sglang_epd.errors import MediaError
+from sglang_epd.errors import MediaError, UnavailableError
 from sglang_epd.language.layout_exchange import authorization
 from sglang_epd.observability.language import DecodeMetrics
 from sglang_epd.seams import bootstrap
-from sglang_epd.seams.decode import DecodePrompts
+from sglang_epd.seams.decode import DecodePrompts, StreamError
 from sglang_epd.wire.http import ItemLayout, LayoutReply, encode_body
 from sglang_epd.wire.messages import Layout, TensorSpec
 
@@ -67,9 +67,12 @@ class Prefill:
     def __init__(self):
         self.asked = []
         self.answer = [IMAGE]
+        self.fails = None
 
     async def ask(self, *where):
         self.asked.append(where)
+        if self.fails is not None:
+            raise self.fails
         return self.answer
 
 
@@ -230,8 +233,20 @@ async def test_what_no_context_holds_is_refused_before_it_is_laid_out(
     prefill.answer = [claim] * 32
     assert len(encode_body(LayoutReply(prefill.answer))) < 4000
     monkeypatch.setattr(Processor, "get_validated_mm_data", None)
-    expected = ValueError if stream else HTTPException
+    expected = StreamError if stream else HTTPException
     with pytest.raises(expected, match="134217728 tokens") as refused:
         await process(Request(image_data=["a"] * 32, stream=stream), "I" * 32)
     assert stream or refused.value.status_code == 400
     assert counted("failed") == 1
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/generate", None])
+async def test_a_failure_has_its_status_in_streams_too(process, prefill, monkeypatch, stream, path):
+    http = path and SimpleNamespace(url=SimpleNamespace(path=path))
+    monkeypatch.setattr("sglang_epd.seams.decode.client", lambda: http)
+    prefill.fails = UnavailableError("no answer")
+    event = stream and path != "/v1/chat/completions"
+    with pytest.raises(StreamError if event else HTTPException, match="no answer") as refused:
+        await process(Request(stream=stream))
+    assert refused.value.status_code == 503

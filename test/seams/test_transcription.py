@@ -47,8 +47,9 @@ def transcribe(sglang, flags, hooked, monkeypatch, decoded):
             mm={"allowed_media_domains": [], "media_url_max_file_size_mb": 64},
         )
         serving = object.__new__(module.OpenAIServingTranscription)
-        receiver = object() if ours and not decodes else None
-        serving.tokenizer_manager = SimpleNamespace(mm_receiver=receiver)
+        serving.tokenizer_manager = SimpleNamespace()
+        if ours and not decodes:
+            serving.tokenizer_manager.mm_receiver = object()
         serving._adapter = SimpleNamespace(
             max_audio_clip_s=clip_s, supports_language_detection=False
         )

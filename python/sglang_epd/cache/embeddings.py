@@ -128,8 +128,10 @@ class EmbeddingCache:
         self._make_room()
 
     def own(self, entry: Entry) -> None:
-        """Have a pinned entry lie in memory of its own, as what is kept for long has to; where there
-        is none, it stays where it is."""
+        """Have a pinned entry lie in memory of its own, as what is kept for long has to.
+
+        Where there is none, it stays where it is.
+        """
         try:
             own = alone(entry.embedding)
         except RuntimeError as error:

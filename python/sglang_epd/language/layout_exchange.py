@@ -51,9 +51,15 @@ _CONNECT_TIMEOUT_S = 3.0
 _SLACK_S = 10.0
 # Between two questions, after any answer.
 _PAUSE_S = 0.05
-# How long a server is asked again that does not answer, and how often.
+# How long a server is asked again after a question without an answer, and how often.
 _UNANSWERED_S, _AGAIN_S = 5.0, 0.5
+# Longer than any request is given.
+_LONGEST_S = 3600.0
 _UNHEARD_OF = UnavailableError("the prefill server knows nothing of this request")
+
+
+def _silent() -> UnavailableError:
+    return UnavailableError("the request's prefill server does not answer")
 
 
 def authorization(token: str, room: int) -> str:
@@ -130,12 +136,13 @@ class LayoutClient:
 
     Args:
         token: shared secret; empty for none.
-        timeout_s: the deadline of each question, from when it is asked.
+        longest_s: that a question is asked. The prefill server keeps the request's deadline, and
+            says when it has passed.
     """
 
-    def __init__(self, token: str, timeout_s: float) -> None:
+    def __init__(self, token: str, longest_s: float = _LONGEST_S) -> None:
         self._token = token
-        self._timeout_s = timeout_s
+        self._longest_s = longest_s
         self._session: aiohttp.ClientSession | None = None
 
     async def close(self) -> None:
@@ -153,11 +160,10 @@ class LayoutClient:
 
         Raises:
             EpdError: the request failed there, so that it will never be prefilled.
-            UnavailableError: the server does not answer, or does not know the request, or does not
-                take this server's token.
-            DeadlineError: neither layouts nor failure came before the deadline.
+            UnavailableError: the server does not answer, or not as this package does; or does not
+                know the request, or does not take this server's token.
+            DeadlineError: neither layouts nor failure came in `longest_s`.
         """
-        silent = UnavailableError("the request's prefill server does not answer")
         try:
             url = URL.build(
                 scheme="http", host=host.strip("[]"), port=port, path=f"/epd/layouts/{room}"
@@ -165,41 +171,50 @@ class LayoutClient:
             str(url)  # raises where the port is out of range
         except ValueError as error:
             logger.info("No layouts of %s:%s: %s", host, port, error)
-            raise silent from None
-        clock = asyncio.get_running_loop().time
-        unanswered = clock()
+            raise _silent() from None
         try:
-            async with asyncio.timeout(self._timeout_s):
-                while True:
-                    answer = await self._get(url, room)
-                    if answer is not None and answer[0] != HTTPStatus.ACCEPTED:
-                        break
-                    if answer is not None:
-                        unanswered = clock()
-                    elif clock() - unanswered >= _UNANSWERED_S:
-                        break
-                    await asyncio.sleep(_AGAIN_S if answer is None else _PAUSE_S)
+            async with asyncio.timeout(self._longest_s):
+                status, body = await self._answer(url, room)
         except TimeoutError:
             raise DeadlineError(
                 "the request's media were not encoded before its deadline"
             ) from None
-        if answer is None:
-            raise silent
-        status, body = answer
         if status == HTTPStatus.UNAUTHORIZED:
             raise UnavailableError("the prefill server does not take this server's token")
-        if status != HTTPStatus.OK:
-            if status != HTTPStatus.NOT_FOUND:
-                logger.info("Prefill %s:%s answers HTTP %d for layouts", host, port, status)
+        if status == HTTPStatus.NOT_FOUND:
             return None
         try:
+            if status != HTTPStatus.OK:
+                raise ProtocolError(f"HTTP {status}")
             reply = decode_body(body, LayoutReply, _MAX_REPLY_BYTES)
         except ProtocolError as error:
-            logger.info("Prefill %s:%s tells unreadable layouts: %s", host, port, error)
-            return None
+            logger.warning("Prefill %s:%s tells unreadable layouts: %s", host, port, error)
+            raise UnavailableError("the prefill server's layouts cannot be read") from None
         if reply.error is not None:
             raise from_code(reply.error.code, reply.error.message)
         return reply.items
+
+    async def _answer(self, url: URL, room: int) -> tuple[int, bytes]:
+        """The first answer but for 202.
+
+        Raises:
+            UnavailableError: there is none.
+        """
+        clock = asyncio.get_running_loop().time
+        # Since when there are no answers.
+        unanswered: float | None = None
+        while True:
+            answer = await self._get(url, room)
+            if answer is None:
+                unanswered = clock() if unanswered is None else unanswered
+                if clock() - unanswered > _UNANSWERED_S:
+                    raise _silent()
+                await asyncio.sleep(_AGAIN_S)
+            elif answer[0] != HTTPStatus.ACCEPTED:
+                return answer
+            else:
+                unanswered = None
+                await asyncio.sleep(_PAUSE_S)
 
     async def _get(self, url: URL, room: int) -> tuple[int, bytes] | None:
         """One question; None without an answer."""

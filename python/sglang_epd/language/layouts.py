@@ -99,7 +99,8 @@ class Board:
                 return
             slot.settled = True
             slot.body = body
-            slot.expires_at = self._clock() + _KEPT_S
+            # A decode server asks for a batch's prompts one after the other.
+            slot.expires_at = max(slot.expires_at, self._clock() + _KEPT_S)
             if self._slots.get(slot.room) is slot:
                 self._bytes += len(body or b"")
                 self._settled[slot.room] = None

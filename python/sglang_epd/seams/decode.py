@@ -7,8 +7,9 @@ it is asked instead.
 Leans on `managers.tokenizer_manager.TokenizerManager`: its `context_len`, and
 `_tokenize_one_request`, which calls
 `mm_processor.process_mm_data_async(image_data=, audio_data=, input_text=, request_obj=,
-max_req_input_len=)` with the prompt already chosen, answers an `HTTPException` with its
-status and, in a stream, a `ValueError` with 400. Its scheduler takes media items without
+max_req_input_len=)` with the prompt already chosen. An `HTTPException` is answered with its
+status, of a chat in a stream too; in a stream of `/generate` a `ValueError` is an event with its
+`status_code`, or 400. Its scheduler takes media items without
 features, because it never runs a forward over a prompt.
 """
 
@@ -31,12 +32,15 @@ from sglang_epd.errors import (
 from sglang_epd.seams import bootstrap, roles, tracing
 from sglang_epd.seams.precomputed import have_embeddings
 from sglang_epd.seams.prompt import lays_out
+from sglang_epd.seams.requests import client
 from sglang_epd.wire.http import ItemLayout
 
 if TYPE_CHECKING:  # imports prometheus_client, which SGLang must come before
     from sglang_epd.observability.language import DecodeMetrics
 
 logger = logging.getLogger(__name__)
+
+_CHATS = ("/v1/chat/completions", "/invocations")
 
 
 def set_up(manager: Any) -> None:
@@ -50,7 +54,6 @@ def set_up(manager: Any) -> None:
     made_up = disagg.disaggregation_transfer_backend == "fake"
     if disagg.enable_pd_role_switch or processor is None or made_up:
         return
-    from sglang_epd.config import Settings
     from sglang_epd.language.layout_exchange import LayoutClient
     from sglang_epd.observability.language import DecodeMetrics
 
@@ -61,12 +64,11 @@ def set_up(manager: Any) -> None:
         # Its prefill server holds the tower itself, then.
         logger.info("Prompts are laid out as SGLang does it: %s", error)
         return
-    settings = Settings.from_env()
     logs.install()
     prompts = DecodePrompts(
         processor=layer,
         original=processor.process_mm_data_async,
-        ask=LayoutClient(bootstrap.trust().token, settings.request_timeout_s).ask,
+        ask=LayoutClient(bootstrap.trust().token).ask,
         default_port=disagg.disaggregation_bootstrap_port,
         context_tokens=manager.context_len,
         metrics=DecodeMetrics(roles.registry()),
@@ -113,7 +115,7 @@ class DecodePrompts:
 
         Raises:
             HTTPException: the request failed at its prefill server.
-            ValueError: the same, of a stream.
+            StreamError: the same, of a stream that is no chat.
         """
         try:
             parent = tracing.span_of(self._live.get(request_obj.rid))
@@ -174,9 +176,23 @@ class DecodePrompts:
             raise EncodeError("the prompt could not be laid out with its media") from None
 
 
+class StreamError(ValueError):
+    """The end of a stream, in an event.
+
+    Attributes:
+        status_code: the event's code.
+    """
+
+    def __init__(self, error: EpdError) -> None:
+        super().__init__(error.message)
+        self.status_code = int(error.http_status)
+
+
 def _refuse(request: Any, error: EpdError) -> NoReturn:
     from fastapi import HTTPException
 
-    if request.stream:
-        raise ValueError(error.message) from None
+    http = client()
+    # SGLang reads a chat's first chunk before it answers the stream with any status.
+    if request.stream and (http is None or http.url.path not in _CHATS):
+        raise StreamError(error) from None
     raise HTTPException(status_code=error.http_status, detail=error.message) from None

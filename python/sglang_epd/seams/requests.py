@@ -1,7 +1,8 @@
 """Hooks on SGLang's tokenizer manager: requests that begin, end, or lose their client.
 
 Each finds the receiver through `manager.mm_receiver`, which only a language server has
-(`seams/tokenizer.py`), and passes straight through without one. Leans on
+(`seams/tokenizer.py`), and passes straight through without one; `noted` and `made` are those of
+decode servers, too. Leans on
 `managers.tokenizer_manager.TokenizerManager`: on `init_disaggregation`, which makes the last
 of its parts (the multimodal processor is there before it; it makes the bootstrap server of a
 prefill server and then the multimodal receiver), on `_init_req_state(obj, request)`, which
@@ -16,8 +17,6 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from contextvars import ContextVar
 from typing import Any
-
-from sglang_epd.seams import decode
 
 _LOOK_S = 0.5
 # The `fastapi.Request` that the current task serves.
@@ -67,6 +66,8 @@ def made(_result: None, manager: Any, **_options: Any) -> None:
     """
     from sglang.srt.runtime_context import get_disagg
 
+    from sglang_epd.seams import decode
+
     disagg = get_disagg()
     if disagg.language_only:
         manager.mm_receiver.attach(manager)
@@ -74,7 +75,7 @@ def made(_result: None, manager: Any, **_options: Any) -> None:
         decode.set_up(manager)
 
 
-def noted(_obj: Any, request: Any = None) -> None:
+def noted(_result: Any, _manager: Any, _obj: Any, request: Any = None) -> None:
     """After `_init_req_state`: the copies of a sampled request come without the HTTP request, in
     the same task."""
     if request is not None:

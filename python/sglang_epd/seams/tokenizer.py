@@ -48,7 +48,7 @@ from sglang_epd.seams import (
 )
 from sglang_epd.seams.large_bodies import Turns, stop_at_the_first_error
 from sglang_epd.seams.precomputed import have_embeddings
-from sglang_epd.seams.requests import aborted_when_left, client, noted
+from sglang_epd.seams.requests import aborted_when_left, client
 from sglang_epd.tally import LoopLag
 from sglang_epd.transfer.control import Control
 from sglang_epd.wire.http import EncodeItem, ItemLayout
@@ -148,9 +148,6 @@ class TokenizerSeam:
             self.adaptive.handle(begin, manager, obj)
         else:
             begin(manager, obj)
-
-    # After `_init_req_state`.
-    noted = staticmethod(noted)
 
     @staticmethod
     def carry(

@@ -26,7 +26,9 @@ async def create(original: Any, serving: Any, audio_data: bytes, *args: Any, **o
     from sglang.srt.runtime_context import get_disagg, get_mm
 
     decodes = get_disagg().disaggregation_mode == "decode"
-    if serving.tokenizer_manager.mm_receiver is None and not decodes:
+    # Only a language server has one.
+    receiver = getattr(serving.tokenizer_manager, "mm_receiver", None)
+    if receiver is None and not decodes:
         return await original(serving, audio_data, *args, **options)
     if serving._adapter.max_audio_clip_s is not None:
         return serving.create_error_response("this model transcribes no recordings here")

@@ -91,6 +91,22 @@ def test_placeholders_and_images_must_match(language: Client, good: str, count: 
     assert f"{count} image placeholders for 1 image items" in response.text
 
 
+@pytest.mark.parametrize("known", [False, True])
+def test_media_that_no_context_holds_are_refused_before_they_are_laid_out(
+    qwen2_5: Topology, language: Client, photographs: list[Image.Image], known: bool
+) -> None:
+    """A request of one picture may name it again and again."""
+    picture = image_part(data_url(photographs[0].resize((448, 448)).rotate(90 * known)))
+    if known:
+        assert language.answer(user(picture, text_part("What is this?")))
+    response = language.chat(user(*[picture] * 160, text_part("What are these?")))
+    assert response.status_code == 400, response.text
+    assert "40960 tokens" in response.text
+    assert "context length (32768 tokens)" in response.text
+    assert language.answer(user(picture, text_part("And this?")))
+    qwen2_5.check_alive()
+
+
 def test_memory_of_hostile_media_stays_within_the_budget(
     qwen2_5: Topology, language: Client, good: str
 ) -> None:

@@ -9,7 +9,7 @@ import torch
 
 from sglang_epd import modality
 from sglang_epd.errors import EncodeError, MediaError
-from sglang_epd.language.assembly import assemble, lay_out, lay_out_some
+from sglang_epd.language.assembly import assemble, lay_out, lay_out_bare, lay_out_some
 from sglang_epd.transfer.arena import ReceivedItem
 from sglang_epd.wire.http import ItemLayout
 from sglang_epd.wire.messages import Layout, TensorSpec
@@ -180,6 +180,38 @@ def test_a_prompt_that_does_not_match_its_media_is_the_users_error(assemble, pro
     items = [received("a", "IMAGE", [[1, 2, 3]]), received("b", "IMAGE", [[1, 1, 1]])]
     with pytest.raises(MediaError, match="placeholders do not match the request's 2 media items"):
         assemble(Processor(), prompt, items)
+
+
+@pytest.mark.parametrize("lay", [assemble, lay_out, lay_out_bare, lay_out_some])
+def test_what_no_context_holds_is_not_laid_out(lay):
+    """A few copies of a picture that encoders know claim millions of tokens."""
+    items = [received("a", "IMAGE", [[1, 2, 3]])] * 4
+
+    class Never(Processor):
+        def get_validated_mm_data(self, *_args, **_kwargs):
+            raise AssertionError("it is laid out")
+
+    with pytest.raises(MediaError, match=r"take 24 tokens, which is no less .*24 tokens"):
+        lay(Never(), [IMAGE] * 4, items, 24)
+    assert lay(Processor(), [IMAGE] * 4, items, 25)
+
+
+@pytest.mark.parametrize("error", [IndexError, RuntimeError, ValueError])
+def test_a_processor_says_in_several_ways_that_a_prompt_does_not_match(error):
+    class Refuses(Processor):
+        def get_validated_mm_data(self, *_args, **_kwargs):
+            raise error("expanded media tokens do not match")
+
+    with pytest.raises(MediaError, match="placeholders do not match"):
+        assemble(Refuses(), [IMAGE], [received("a", "IMAGE", [[1, 1, 1]])])
+
+
+def test_of_very_many_items_each_has_its_own_rows():
+    items = [received(f"{n}", "IMAGE", [[1, 1, 1 + n % 3]]) for n in range(3000)]
+    output = assemble(Processor(), [IMAGE] * len(items), items)
+    for mm_item, item in zip(output.mm_items, items, strict=True):
+        assert mm_item.precomputed_embeddings.data_ptr() == item.embedding.data_ptr()
+        assert len(mm_item.precomputed_embeddings) == len(item.embedding)
 
 
 def test_a_message_of_our_own_is_kept():

@@ -744,10 +744,33 @@ def test_a_part_that_cannot_be_laid_out_is_dropped_without_a_word(parted, memory
     missing = (None,) if error is None else ()
     carried = Beginning("gone", (0, 1)[: 1 + len(missing)], (item, *missing))
     assert parted.backend.sort_out([request("gone.early-1", carried)]) == ([], [])
-    assert parted.parts.broken is isinstance(error, ValueError)
+    assert not parted.parts.broken
     assert not parted.parts.alive("gone")
     # pytest keeps the log's frames, which hold the item.
     assert error is not None or memory.drops(item)[0] == 1
+
+
+@pytest.mark.parametrize("whole", ["laid out", "failed"])
+def test_only_parts_of_what_can_be_laid_out_as_a_whole_may_be_to_blame(parted, memory, whole):
+    """A user may write a text that a model's processor fails on."""
+    parted.error = ValueError("surprise")
+    part = request("r.early-1", Beginning("r", (1,), (memory.land(1.0),)))
+    assert parted.backend.sort_out([part]) == ([], [])
+    assert not parted.parts.broken
+    outcome = settled(memory.land(1.0))
+    if whole == "failed":
+        outcome = Settled("", (), "MediaError", "it is damaged")
+    ready, failed = parted.backend.sort_out([request("r", outcome)])
+    assert (len(ready), len(failed)) == ((1, 0) if whole == "laid out" else (0, 1))
+    assert parted.parts.broken is (whole == "laid out")
+    assert not parted.backend._surprising
+
+
+def test_a_part_of_what_was_laid_out_already_is_to_blame(parted, memory):
+    parted.error = ValueError("surprise")
+    carried = Beginning("parked", (0, 1), (None, memory.land(1.0)))
+    assert parted.backend.sort_out([request("parked.early-1", carried)]) == ([], [])
+    assert parted.parts.broken
 
 
 def test_parts_of_a_request_that_fails_are_forgotten(parted, memory):

@@ -142,6 +142,7 @@ def manager_of(states: dict[str, SimpleNamespace], joint_head_config=None) -> Si
         mm_processor=Processor(),
         bootstrap_server=None,
         model_config=SimpleNamespace(joint_head_config=joint_head_config),
+        context_len=1000,
     )
 
 
@@ -448,6 +449,7 @@ def test_an_aborted_request_is_cancelled_until_sglang_has_answered_it(
     manager.mm_receiver, manager.bootstrap_server = seam, None
     manager.mm_processor = Processor()
     manager.model_config = SimpleNamespace(joint_head_config=None)
+    manager.context_len = 1000
     seam.attach(manager)
     manager.abort_request("b")
     assert frontend.cancelled == []
@@ -469,6 +471,7 @@ async def test_an_abort_of_all_leaves_what_waits_for_the_end_of_a_pause(
     manager.mm_receiver, manager.bootstrap_server = seam, None
     manager.mm_processor = Processor()
     manager.model_config = SimpleNamespace(joint_head_config=None)
+    manager.context_len = 1000
     states = {"runs": True, "tokenized": False, "waits": False}
     manager.rid_to_state = {
         rid: SimpleNamespace(dispatched=dispatched, abort_sent=False)
@@ -524,6 +527,7 @@ def test_a_request_that_sglang_refuses_after_it_was_sent_is_cancelled(
     manager.mm_receiver, manager.bootstrap_server = seam, None
     manager.mm_processor = Processor()
     manager.model_config = SimpleNamespace(joint_head_config=None)
+    manager.context_len = 1000
     seam.attach(manager)
     manager._release_req_states_on_failure({"a": refused, "b": refused, "c": answered})
     assert frontend.cancelled == ["a"], "the id of the other belongs to a newer request"

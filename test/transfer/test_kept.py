@@ -18,6 +18,7 @@ from hypothesis.stateful import (
 
 from integrity import check_ledger
 from sglang_epd.errors import EncodeError, ProtocolError
+from sglang_epd.transfer import ledger as ledger_module
 from sglang_epd.transfer.blocks import Block
 from sglang_epd.transfer.entries import ItemState
 from sglang_epd.transfer.ledger import _LAYOUTS_S as LAYOUTS_S
@@ -248,6 +249,21 @@ def test_the_layout_of_an_item_that_is_here_is_known():
     assert isinstance(books.ledger.offer(offer("t", 0, "a"), 0.0), wire.Wait)
     assert books.ledger.offer(offer("t", 1, "b"), 0.0) == wire.Decline("t", 1, wire.DECLINE_CACHED)
     assert books.outcomes() == [wire.AskPrefix("c", (key("a"), key("b")), (LAYOUT, LAYOUT))]
+
+
+@pytest.mark.parametrize("last", ["b", "c"], ids=["kept", "offered"])
+def test_no_prefix_cache_is_asked_about_more_tokens_than_any_context_holds(monkeypatch, last):
+    monkeypatch.setattr(ledger_module, "_MOST_TOKENS", 2 * ROWS)
+    books = keeping()
+    serve(books, "before", "b")
+    books.ledger._see(key("a"))
+    books.claim(books.expect("t", "??"), prefix=True)
+    assert isinstance(books.ledger.offer(offer("t", 0, "a"), 0.0), wire.Wait)
+    assert isinstance(books.ledger.offer(offer("t", 1, last), 0.0), wire.Decline)
+    (outcome,) = books.outcomes()
+    assert (outcome.code, outcome.items) == ("MediaTooLargeError", ())
+    late = books.ledger.offer(offer("t", 0, "a"), 0.0)
+    assert late == wire.Decline("t", 0, wire.DECLINE_CANCELLED)
 
 
 def test_nobody_waits_long_for_a_prefix_cache_nor_where_there_is_none():

@@ -800,6 +800,24 @@ def test_items_are_claimed_once(books, name):
     assert books.settled()
 
 
+@pytest.mark.parametrize("way", ["handed", "part"])
+def test_more_tokens_than_any_context_holds_are_not_handed_on(books, monkeypatch, way):
+    """Their layouts would be longer than a message may be, which ended the scheduler."""
+    monkeypatch.setattr(ledger_module, "_MOST_TOKENS", 2 * ROWS)
+    books.claim(books.expect("t", "???"))
+    for item, letter in enumerate("cd"):
+        books.deliver("t", item, letter)
+    if way == "part":
+        books.ledger.hand_part(SCHEDULER, wire.TakePart("t", "c", "part", (0, 1), -1))
+        (outcome,) = books.outcomes()
+        assert (outcome.claim, outcome.code, outcome.items) == ("part", "MediaTooLargeError", ())
+    books.deliver("t", 2, "e")
+    (outcome,) = books.outcomes()
+    assert (outcome.claim, outcome.code, outcome.items) == ("c", "MediaTooLargeError", ())
+    assert "take 12 tokens" in outcome.message
+    assert not books.blocks
+
+
 def test_only_so_many_ended_tickets_are_remembered(books, monkeypatch):
     monkeypatch.setattr(ledger_module, "_MAX_ENDED", 3)
     for number in range(10):

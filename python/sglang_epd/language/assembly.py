@@ -10,8 +10,11 @@ A server that only decodes needs the layout alone: its KV comes from the prefill
 
 from __future__ import annotations
 
+import sys
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, Protocol
 
 import torch
@@ -55,6 +58,8 @@ class Rows:
     count: int
 
 
+# A context that every prompt fits.
+_ANY = sys.maxsize
 # Arguments that processors take as a tensor, beside grids.
 _SECONDS_PER_GRID = "second_per_grid_ts"
 
@@ -63,6 +68,7 @@ def assemble(
     processor: Processor,
     prompt: str | list[int],
     items: Sequence[ReceivedItem],
+    context_tokens: int = _ANY,
 ) -> Any:
     """A request's `MultimodalProcessorOutput`.
 
@@ -73,11 +79,14 @@ def assemble(
         processor: SGLang's processor of the model.
         prompt: text or token ids with one placeholder an item.
         items: in the planner's order.
+        context_tokens: the model's context length. Prompts of more are not laid out: SGLang would
+            refuse them afterwards, and millions of tokens take seconds, in which a scheduler
+            does nothing else.
 
     Raises:
-        MediaError: the prompt and the items do not match.
+        MediaError: the prompt and the items do not match, or are too long.
     """
-    output, rows = _lay_out(processor, prompt, items)
+    output, rows = _lay_out(processor, prompt, items, context_tokens)
     for mm_item, its in zip(output.mm_items, rows, strict=True):
         whole = items[its.item].embedding
         mm_item.precomputed_embeddings = whole[its.first : its.first + its.count]
@@ -88,13 +97,14 @@ def lay_out(
     processor: Processor,
     prompt: str | list[int],
     items: Sequence[HasLayout],
+    context_tokens: int = _ANY,
 ) -> Any:
     """As `assemble`, of items whose embeddings are not needed: none is attached.
 
     SGLang's scheduler takes such items as long as it never extends over their rows; a
     decode server does not, because it receives the whole prompt's KV.
     """
-    output, _ = _lay_out(processor, prompt, items)
+    output, _ = _lay_out(processor, prompt, items, context_tokens)
     for mm_item in output.mm_items:
         mm_item.precomputed_embeddings = None
     return output
@@ -104,6 +114,7 @@ def lay_out_bare(
     processor: Processor,
     prompt: str | list[int],
     items: Sequence[HasLayout],
+    context_tokens: int = _ANY,
 ) -> tuple[Any, list[Rows]]:
     """As `assemble`, of items whose embeddings may not be needed.
 
@@ -114,7 +125,7 @@ def lay_out_bare(
     Returns:
         The output, and where each of its items would have its rows from.
     """
-    output, rows = _lay_out(processor, prompt, items)
+    output, rows = _lay_out(processor, prompt, items, context_tokens)
     for mm_item, its in zip(output.mm_items, rows, strict=True):
         spec = items[its.item].layout.embedding
         mm_item.precomputed_embeddings = torch.empty(
@@ -124,11 +135,14 @@ def lay_out_bare(
 
 
 def lay_out_some(
-    processor: Processor, prompt: str | list[int], items: Sequence[HasLayout]
+    processor: Processor,
+    prompt: str | list[int],
+    items: Sequence[HasLayout],
+    context_tokens: int = _ANY,
 ) -> tuple[Any, list[Rows]]:
     """As `lay_out_bare`, with rows of those items that are `ReceivedItem`. The prompt ends where
     the first row is missing of an item that has some of its rows."""
-    output, rows = lay_out_bare(processor, prompt, items)
+    output, rows = lay_out_bare(processor, prompt, items, context_tokens)
     ends = []
     for mm_item, its in zip(output.mm_items, rows, strict=True):
         item = items[its.item]
@@ -156,19 +170,26 @@ def _cut(output: Any, rows: list[Rows], end: int) -> tuple[Any, list[Rows]]:
 
 
 def _lay_out(
-    processor: Processor, prompt: str | list[int], items: Sequence[HasLayout]
+    processor: Processor, prompt: str | list[int], items: Sequence[HasLayout], context_tokens: int
 ) -> tuple[Any, list[Rows]]:
     """The output with identities set, and where each of its items has its rows from."""
+    tokens = sum(item.layout.tokens for item in items)
+    if tokens >= context_tokens:
+        raise MediaError(
+            f"the request's media take {tokens} tokens, which is no less than the model's "
+            f"context length ({context_tokens} tokens)"
+        )
     by_modality: dict[str, list[tuple[int, HasLayout]]] = {}
     for number, item in enumerate(items):
         by_modality.setdefault(item.layout.modality, []).append((number, item))
     row_numbers = {}
+    ends: dict[str, list[int]] = {}
     metadata: dict[str, Any] = {}
     for name, members in by_modality.items():
         modality = MODALITIES[name]
         layouts = [item.layout for _, item in members]
-        count = sum(layout.tokens for layout in layouts)
-        row_numbers[modality.sglang] = torch.arange(count).unsqueeze(1)
+        ends[name] = list(accumulate(layout.tokens for layout in layouts))
+        row_numbers[modality.sglang] = torch.arange(ends[name][-1]).unsqueeze(1)
         grid = torch.tensor([row for layout in layouts for row in layout.grid])
         metadata[modality.grids] = grid.flatten() if modality.lengths else grid
         for layout in layouts:
@@ -178,7 +199,7 @@ def _lay_out(
         metadata[_SECONDS_PER_GRID] = torch.tensor(metadata[_SECONDS_PER_GRID])
     try:
         output = processor.get_validated_mm_data(prompt, row_numbers, **metadata)
-    except (IndexError, RuntimeError) as error:
+    except (IndexError, RuntimeError, ValueError) as error:
         # Too few items for the prompt's placeholders, or too many.
         raise MediaError(
             f"the prompt's placeholders do not match the request's {len(items)} media items"
@@ -186,21 +207,24 @@ def _lay_out(
     rows = []
     for mm_item in output.mm_items:
         numbers = mm_item.precomputed_embeddings.flatten()
-        its = _locate(by_modality[mm_item.modality.name], int(numbers[0]), len(numbers))
+        name = mm_item.modality.name
+        its = _locate(by_modality[name], ends[name], int(numbers[0]), len(numbers))
         mm_item.set_identity(_identity(items[its.item], its))
         rows.append(its)
     return output, rows
 
 
-def _locate(members: Sequence[tuple[int, HasLayout]], first: int, count: int) -> Rows:
-    """Whose rows these are of all rows of a modality."""
-    for number, item in members:
-        if first < item.layout.tokens:
-            if first + count > item.layout.tokens:
-                raise EncodeError("the model's processor put two media items into one")
-            return Rows(number, first, count)
-        first -= item.layout.tokens
-    raise EncodeError("the model's processor asked for a row that no item has")
+def _locate(
+    members: Sequence[tuple[int, HasLayout]], ends: Sequence[int], first: int, count: int
+) -> Rows:
+    """Whose rows these are of all rows of a modality, in which each member's end there."""
+    place = bisect_right(ends, first)
+    if place == len(ends):
+        raise EncodeError("the model's processor asked for a row that no item has")
+    if first + count > ends[place]:
+        raise EncodeError("the model's processor put two media items into one")
+    number, item = members[place]
+    return Rows(number, first - ends[place] + item.layout.tokens, count)
 
 
 def _identity(item: HasLayout, rows: Rows) -> bytes:

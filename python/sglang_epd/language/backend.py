@@ -379,6 +379,8 @@ class Backend:
         self._rank = rank
         self._assemble = assemble
         self._abortable = abortable
+        # Requests of which a part could not be laid out.
+        self._surprising: set[str] = set()
 
     def sort_out(self, requests: list[Any]) -> tuple[list[Any], list[Failure]]:
         """The requests that can go on, and those that cannot."""
@@ -401,10 +403,12 @@ class Backend:
                         span.fail(failure[2].name, failure[1])
                 if failure is None:
                     ready.append(request)
+                    self._note_laid_out(manifest.name(request))
                 elif self._gate is not None:
                     self._gate.forgo(manifest.name(request))
             if failure is not None:
                 failed.append(failure)
+                self._surprising.discard(manifest.name(request))
                 if self._parts is not None:
                     self._parts.forget(manifest.name(request))
         return ready, failed
@@ -445,11 +449,21 @@ class Backend:
             # Its request goes on without it, and fails itself if the media are to blame.
             logger.info("A part of %s is not prefilled early: %s", part.of, error.message)
         except Exception:
-            logger.exception("Prompts are not prefilled early: a part cannot be laid out")
-            self._parts.broken = True
+            logger.exception("A part of %s cannot be laid out", part.of)
+            # Its prompt may be to blame, as far as that has not been laid out.
+            self._surprising.add(part.of)
+            if expect is not None:
+                self._note_laid_out(part.of)
         if part.of:
             self._parts.fail(request.rid)
         return []
+
+    def _note_laid_out(self, name: str) -> None:
+        """A whole prompt could be laid out."""
+        if self._parts is not None and name in self._surprising:
+            self._surprising.discard(name)
+            self._parts.broken = True
+            logger.error("No prompt is prefilled early any more: parts cannot be laid out")
 
     def _resolve(self, request: Any, gate: PrefixGate) -> Failure | None:
         name = manifest.name(request)

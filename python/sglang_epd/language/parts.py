@@ -62,7 +62,8 @@ class Parts:
 
     Attributes:
         stages: whether there are later pipeline stages to be told.
-        broken: whether a part's prompt could not be laid out; there are no more then.
+        broken: whether a part could not be laid out of a prompt that could; there are no more
+            then.
         heard: what later stages have not been told of yet: methods of theirs, and arguments.
     """
 

@@ -161,14 +161,8 @@ class DecodePrompts:
             return None
         if [item.layout.modality for item in items] != expected:
             raise UnavailableError("the prefill server tells of other media than the request has")
-        tokens = sum(item.layout.tokens for item in items)
-        if tokens >= self._context_tokens:
-            raise MediaError(
-                f"the request's media take {tokens} tokens, which is no less than the model's "
-                f"context length ({self._context_tokens} tokens)"
-            )
         try:
-            return lay_out(self._processor, prompt, items)
+            return lay_out(self._processor, prompt, items, self._context_tokens)
         except MediaError:
             raise
         except Exception:

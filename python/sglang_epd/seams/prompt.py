@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 from sglang_epd.errors import MediaError
@@ -142,6 +142,13 @@ def _encode(processor: Any, text: str) -> list[int]:
     return ids
 
 
+@lru_cache(maxsize=1 << 13)
+def _plain(tokenizer: Any, text: str) -> list[int]:
+    """The same few thousand times come in each video."""
+    ids: list[int] = tokenizer.encode(text, add_special_tokens=False)
+    return ids
+
+
 def _frames(processor: Any, grid: Any, times: Sequence[float]) -> list[Piece]:
     """A video as the model reads it: each step of time after its second, and bracketed."""
     steps, height, width = (int(extent) for extent in grid)
@@ -150,9 +157,7 @@ def _frames(processor: Any, grid: Any, times: Sequence[float]) -> list[Piece]:
     after = [] if end is None else [end]
     pieces = []
     for _, time in zip(range(steps), times, strict=True):
-        text: list[int] = processor._processor.tokenizer.encode(
-            f"<{time:.1f} seconds>", add_special_tokens=False
-        )
+        text = _plain(processor._processor.tokenizer, f"<{time:.1f} seconds>")
         pieces.append(Piece(text if start is None else [*text, start], rows, after))
     return pieces
 

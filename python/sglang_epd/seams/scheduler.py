@@ -158,27 +158,33 @@ class _Inputs:
 
     Args:
         reads_text: whether it reads a prompt's text, rather than token ids.
+        context_tokens: as of `assemble`.
     """
 
-    def __init__(self, processor: Any, *, reads_text: bool) -> None:
+    def __init__(self, processor: Any, *, reads_text: bool, context_tokens: int) -> None:
         self._processor = processor
+        self._context_tokens = context_tokens
         self._reads_text = reads_text
 
     def make(self, request: Any, items: Sequence[ReceivedItem]) -> Any:
-        return assemble(self._processor, self._prompt(request, items), items)
+        return assemble(self._processor, self._prompt(request, items), items, self._context_tokens)
 
     def make_bare(self, request: Any, expect: Expect) -> Any:
         items = [
             ItemLayout(key, layout) for key, layout in zip(expect.keys, expect.layouts, strict=True)
         ]
-        output, rows = lay_out_bare(self._processor, self._prompt(request, items), items)
+        output, rows = lay_out_bare(
+            self._processor, self._prompt(request, items), items, self._context_tokens
+        )
         mark(output, rows, Resting(request, expect))
         return output
 
     def make_part(
         self, request: Any, items: Sequence[ReceivedItem | ItemLayout], expect: Expect | None
     ) -> Any:
-        output, rows = lay_out_some(self._processor, self._prompt(request, items), items)
+        output, rows = lay_out_some(
+            self._processor, self._prompt(request, items), items, self._context_tokens
+        )
         if expect is not None:
             mark(output, rows, Resting(request, expect))
         return output
@@ -219,7 +225,8 @@ def create_backend(
     processor = lays_out(registered, hf_config.architectures[0])
     # Adapters put texts into texts; and token ids that were cut off are not the prompt's.
     reads_text = bool(family_of(hf_config.architectures[0]) or get_serving().allow_auto_truncate)
-    inputs = _Inputs(processor, reads_text=reads_text)
+    context_tokens = scheduler.model_config.context_len
+    inputs = _Inputs(processor, reads_text=reads_text, context_tokens=context_tokens)
     parts = None if reads_text else early.parts(scheduler, ranks)
     prefix.Installed.releases = True
     arena, leader, gate = None, None, None

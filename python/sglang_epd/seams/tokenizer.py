@@ -90,6 +90,7 @@ class TokenizerSeam:
         self._lays_out = lays_out
         self._plan = plan
         self._processor: Any = None
+        self._context_tokens = 0
         # By id; each has SGLang's object of the request.
         self._live: dict[str, Any] = {}
         # Of prompts that are being tokenized, which may take until their items are here.
@@ -107,7 +108,7 @@ class TokenizerSeam:
                 "a checkpoint with joint_head_config.json is not served: its route /v1/systemone "
                 "fetches media on this server"
             )
-        self._live = manager.rid_to_state
+        self._live, self._context_tokens = manager.rid_to_state, manager.context_len
         self.layouts = bootstrap.board_of(manager.bootstrap_server)
         stop_at_the_first_error()
         if self._lays_out is not None:
@@ -371,7 +372,7 @@ class TokenizerSeam:
             if (request.sampling_params or {}).get("n", 1) > 1:
                 # SGLang keeps them until all prompts beside it are in the prefix cache.
                 items = [one.copied() for one in items]
-            return assemble(self._processor, prompt, items)
+            return assemble(self._processor, prompt, items, self._context_tokens)
         except EpdError as error:
             error.__cause__ = error.__context__ = None  # their traces hold the items too
             return error.with_traceback(None)

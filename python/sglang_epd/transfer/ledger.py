@@ -14,9 +14,15 @@ retries (the dispatcher's).
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
-from sglang_epd.errors import DeadlineError, EpdError, ProtocolError, RequestCancelledError
+from sglang_epd.errors import (
+    DeadlineError,
+    EpdError,
+    MediaTooLargeError,
+    ProtocolError,
+    RequestCancelledError,
+)
 from sglang_epd.tally import Tally
 from sglang_epd.transfer.blocks import Block
 from sglang_epd.transfer.entries import Claimant, Item, ItemState, Plan, RequestEntry
@@ -30,6 +36,9 @@ _S = ItemState
 _LAYOUTS_S = 0.5
 _PREFIX_S = 5.0
 _MAX_SEEN = 65_536
+# No model's context is as long; their layouts are half of what a message may be, with a time for
+# each token.
+_MOST_TOKENS = 1 << 22
 # Ended tickets that are remembered, to tell a late offer why it is declined.
 _MAX_ENDED = 4096
 # Names offers that wait: all of a ticket, those of one item of it, or those of a key.
@@ -223,6 +232,8 @@ class Ledger:
             return wire.Decline(message.ticket, message.item, wire.DECLINE_CACHED)
         if self._prefix_first(entry, message, now):
             return wire.Wait(message.ticket, message.item)
+        if entry.error is not None:
+            return wire.Decline(message.ticket, message.item, wire.DECLINE_CANCELLED)
         block = self._room(entry, message)
         if block is None:
             entry.waiting.add(message.item)
@@ -355,6 +366,9 @@ class Ledger:
             gone = RequestCancelledError("the items are gone, or the claim is over")
             self._answer((peer, message.name), error=gone)
             return
+        if (error := _too_long(self._layouts(entry, asked))) is not None:
+            self._answer((peer, message.name), error=error)
+            return
         landed = tuple(
             self._landed(entry, entry.claim[1], number) if number in asked else None
             for number in range(len(entry.items))
@@ -455,9 +469,12 @@ class Ledger:
         if len(known) < len(laid):
             return
         (peer, claim), _ = entry.claim
+        keys, layouts = zip(*known, strict=True)
+        if (error := _too_long(layouts)) is not None:
+            self.fail(ticket, error, now)
+            return
         entry.claim = None
         entry.go(Plan.ASKING, now + _PREFIX_S)
-        keys, layouts = zip(*known, strict=True)
         self._messages.append((peer, wire.AskPrefix(claim, keys, layouts)))
 
     def _laid(self, item: Item) -> tuple[bytes, wire.Layout] | None:
@@ -627,9 +644,13 @@ class Ledger:
             return
         claimant, claim = entry.claim
         over = None
+        satisfied = entry.error is None and entry.satisfies(claim)
+        if satisfied:
+            others = set(range(len(entry.items))).difference(claim.covered)
+            entry.error = _too_long(self._layouts(entry, others))
         if entry.error is not None:
             self._answer(claimant, error=entry.error)
-        elif entry.satisfies(claim):
+        elif satisfied:
             over = self._hand(entry, claimant, claim)
         else:
             self._tell_arrived(entry, range(len(entry.items)) if landed is None else landed)
@@ -656,11 +677,19 @@ class Ledger:
         self._answer(claimant, landed)
         return wire.Needed(claim.expect.ticket, over=True, covered=len(covered), cached=cached)
 
+    def _block(self, item: Item) -> Block:
+        """Of an item that is here, or whose first rows are."""
+        block = item.block or self.reservations.find(item.key)
+        assert block is not None
+        return block
+
+    def _layouts(self, entry: RequestEntry, numbers: Iterable[int]) -> list[wire.Layout]:
+        return [self._block(entry.items[number]).offer.layout for number in numbers]
+
     def _landed(self, entry: RequestEntry, claim: wire.Claim, number: int) -> wire.Landed:
         """Hand an item to the readers of a claim."""
         item = entry.items[number]
-        block = item.block or self.reservations.find(item.key)
-        assert block is not None
+        block = self._block(item)
         self.reservations.hand(block, claim.first_reader, claim.readers)
         key, layout = block.offer.key, block.offer.layout
         nbytes = block.nbytes if item.here else block.begun
@@ -677,8 +706,7 @@ class Ledger:
             item = entry.items[number]
             if number in covered or not (item.here or item.begun):
                 continue
-            block = item.block or self.reservations.find(item.key)
-            assert block is not None
+            block = self._block(item)
             tokens = block.offer.layout.tokens
             rows = tokens if item.here else tokens * block.begun // block.nbytes
             if entry.told.get(number) != rows:
@@ -712,3 +740,11 @@ class Ledger:
         self._ended[ticket] = error, over
         if len(self._ended) > _MAX_ENDED:
             del self._ended[next(iter(self._ended))]
+
+
+def _too_long(layouts: Iterable[wire.Layout]) -> EpdError | None:
+    """Why these are not handed on together."""
+    tokens = sum(layout.tokens for layout in layouts)
+    if tokens < _MOST_TOKENS:
+        return None
+    return MediaTooLargeError(f"the request's media take {tokens} tokens")

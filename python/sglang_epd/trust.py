@@ -88,11 +88,14 @@ class Trust:
         Raises:
             ConfigError: the files cannot be used.
         """
+        # First elsewhere: a certificate whose key is not there yet would leave `context` without.
+        attempt = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
         try:
-            # Without a password OpenSSL would ask on the terminal.
-            context.load_cert_chain(
-                self.certfile, self.keyfile or None, lambda: self.keyfile_password
-            )
+            for one in (attempt, context):
+                # Without a password OpenSSL would ask on the terminal.
+                one.load_cert_chain(
+                    self.certfile, self.keyfile or None, lambda: self.keyfile_password
+                )
         except (OSError, ssl.SSLError, ValueError) as error:
             raise ConfigError(f"--ssl-certfile {self.certfile}: {error}") from None
 

@@ -10,7 +10,6 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -362,7 +361,7 @@ async def test_with_a_certificate_registration_is_https(watch, pool, tmp_path):
     assert pool.urls() == [NOBODY]
 
 
-async def test_a_renewed_certificate_is_shown_to_new_connections(watch, tmp_path):
+async def test_a_renewed_certificate_is_shown_to_new_connections(watch, tmp_path, caplog):
     made = certificates.make(tmp_path)
     trust = Trust("secret", made.certfile, made.keyfile)
     watcher = watch(trust=trust, rhythm=replace(RHYTHM, certificate=0.02))
@@ -380,10 +379,15 @@ async def test_a_renewed_certificate_is_shown_to_new_connections(watch, tmp_path
     first = str(tmp_path / "first.pem")
     shutil.copy(made.certfile, first)
     assert await answers(first)
-    Path(made.certfile).write_text("half written")
-    await asyncio.sleep(0.1)
+    # Its key is not there yet.
+    other = certificates.make(tmp_path / "other")
+    caplog.clear()
+    shutil.copy(other.certfile, made.certfile)
+    async with asyncio.timeout(PATIENCE_S):
+        while "Watching encoders, certificate" not in caplog.text:
+            await asyncio.sleep(0.02)
     assert await answers(first)
-    certificates.make(tmp_path)
+    shutil.copy(other.keyfile, made.keyfile)
     async with asyncio.timeout(PATIENCE_S):
         while not await answers(made.certfile):
             await asyncio.sleep(0.02)

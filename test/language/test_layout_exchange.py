@@ -187,9 +187,9 @@ async def test_a_question_that_stays_without_an_answer_is_asked_once_more(
     serve, client, described, monkeypatch
 ):
     """Of a server that was frozen for a while; `_UNANSWERED_S` is over by then."""
-    monkeypatch.setattr(layout_exchange, "POLL_S", 0.1)
-    monkeypatch.setattr(layout_exchange, "_SLACK_S", 0.1)
-    monkeypatch.setattr(layout_exchange, "_UNANSWERED_S", 0.1)
+    monkeypatch.setattr(layout_exchange, "POLL_S", 1.0)
+    monkeypatch.setattr(layout_exchange, "_SLACK_S", 1.0)
+    monkeypatch.setattr(layout_exchange, "_UNANSWERED_S", 1.0)
     monkeypatch.setattr(layout_exchange, "_AGAIN_S", 0.01)
     questions = []
 

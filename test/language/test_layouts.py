@@ -105,6 +105,18 @@ def test_what_was_refused_takes_no_room_from_what_is_waited_for(board, clock):
     assert len(board._slots) == 3
 
 
+def test_what_nobody_settles_goes_at_its_time_beside_what_is_settled(clock, described):
+    """The rooms of prompts without media, say."""
+    board = Board(clock, max_rooms=100)
+    for room in range(50):
+        board.open(room, TTL_S)
+    clock.now += TTL_S
+    board.open(50, TTL_S).learnt([described()])
+    clock.now += layouts._GRACE_S + 1
+    board.open(51, TTL_S)
+    assert [*board._slots] == [50, 51]
+
+
 def test_rooms_are_bounded_in_bytes(clock, described):
     board = Board(clock, max_bytes=4000)
     for room in range(100):

@@ -13,6 +13,7 @@ from media.samples import Serve, in_seconds, local_limits
 from sglang_epd.errors import EpdError, MediaError, MediaForbiddenError, MediaTooLargeError
 from sglang_epd.media import MediaFetcher, MediaLimits, MediaSource, digest, fetch, parse_source
 from sglang_epd.media.limits import NO_LIMIT
+from waiting import until
 
 
 async def read(path: object, root: Path | None, max_bytes: int = 100) -> bytes:
@@ -91,7 +92,13 @@ async def test_a_mount_that_hangs_stops_no_other_media(
         return web.Response(body=body)
 
     url = await serve(handle)
-    monkeypatch.setattr(fetch, "open_local", lambda *_: mount.wait(30))
+    opened: list[object] = []
+
+    def hang(*asked: object) -> None:
+        opened.append(asked)
+        mount.wait(30)
+
+    monkeypatch.setattr(fetch, "open_local", hang)
     async with MediaFetcher(local_limits(allowed_local_root=root)) as fetcher:
         hung = [
             asyncio.create_task(
@@ -99,7 +106,7 @@ async def test_a_mount_that_hangs_stops_no_other_media(
             )
             for n in range(2 * (32 + (os.cpu_count() or 1)))
         ]
-        await asyncio.sleep(0.1)
+        await until(lambda: len(opened) >= 8)
         media = await asyncio.wait_for(fetcher.fetch(MediaSource(url=url), in_seconds(10)), 10)
         assert media.data == body
         for task in hung:

@@ -87,10 +87,9 @@ def registry():
 
 
 @pytest.fixture
-def process(prefill, registry, sglang):
+def process(prefill, registry):
     """Process a request as SGLang's tokenizer does; SGLang's own way answers "own"."""
     own = []
-    sglang("multimodal.processors.base_processor")  # whose formats are asked for
 
     async def original(**options):
         own.append(options)
@@ -146,19 +145,37 @@ async def test_layouts_of_other_media_are_not_believed(process, prefill, counted
     assert counted("failed") == 1
 
 
-@pytest.mark.parametrize("missing", ["bootstrap_host", "bootstrap_room"])
-async def test_media_without_a_prefill_are_fetched_by_nobody(process, prefill, missing):
+@pytest.mark.parametrize(
+    "named", [{"bootstrap_host": None}, *({"bootstrap_room": room} for room in (None, -1, 1 << 64))]
+)
+async def test_media_without_a_prefill_are_fetched_by_nobody(process, prefill, named):
     with pytest.raises(HTTPException, match="name their prefill"):
-        await process(Request(**{missing: None}))
+        await process(Request(**named))
     assert not prefill.asked
 
 
 @pytest.mark.parametrize(
-    "images", [None, [{"format": "processor_output", "precomputed_embeddings": torch.ones(4, 8)}]]
+    "images",
+    [
+        None,
+        [{"format": "processor_output", "precomputed_embeddings": torch.ones(4, 8)}],
+        [{"format": "processor_output", "pixel_values": torch.ones(16, 8)}],
+    ],
 )
 async def test_a_request_without_media_to_encode_is_sglangs(process, prefill, images):
     assert await process(Request(image_data=images)) == "own"
     assert not prefill.asked
+
+
+@pytest.mark.parametrize(
+    "more",
+    [{"format": "processor_output", "precomputed_embeddings": [[1.0]]}, "file:///etc/passwd"],
+)
+async def test_what_json_says_to_be_an_embedding_is_asked_about(process, prefill, more):
+    made = {"format": "processor_output", "precomputed_embeddings": torch.ones(4, 8)}
+    with pytest.raises(HTTPException):
+        await process(Request(image_data=[made, more]), "II")
+    assert prefill.asked
 
 
 async def test_a_prompt_that_cannot_be_laid_out_is_refused(process, caplog):

@@ -226,6 +226,7 @@ async def test_a_server_without_our_receiver_takes_all_at_once(post, serving, sg
         ({"input": [{"image": "a", "text": "b"}, {"text": "b"}]}, "/v1/embeddings", (2, 1)),
         ({"input": [{"content": [1, 2]}]}, "/v1/responses", (3, 0)),
         ({"images": ["a"] * 40, "questions": [{}] * 50}, "/v1/decisions", (2000, 2000)),
+        ({"messages": [{}] * 9, "images": [], "questions": []}, "/v1/chat/completions", (9, 0)),
         ([1, 2, 3], "/v1/rerank", (0, 0)),
         ({"messages": {"messages": None}}, "/v1/chat", (0, 0)),
         ({"messages": [{"role": "assistant", "content": "x", "audio": None}]}, "/v1/chat", (1, 0)),

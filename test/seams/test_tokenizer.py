@@ -372,7 +372,9 @@ async def test_a_large_request_is_read_before_it_is_begun(
     ("error", "heard"),
     [
         (ValueError("Duplicate request ID detected: a"), "MediaError"),
-        (RuntimeError("broken"), "RequestCancelledError"),
+        (RuntimeError("broken"), "EncodeError"),
+        (HTTPException(503, "Duplicate of nothing"), "UnavailableError"),
+        (HTTPException(413, "too large"), "MediaError"),
         (asyncio.CancelledError(), "RequestCancelledError"),
     ],
 )
@@ -388,7 +390,29 @@ async def test_a_decode_server_hears_of_what_ends_before_its_media_are_planned(s
         await anext(answers)
     code, message = told(seam, 5)
     assert code == heard
-    assert ("Duplicate" in message) == (heard == "MediaError")
+    assert str(getattr(error, "detail", error)) in message or heard == "RequestCancelledError"
+
+
+async def test_the_room_of_a_prompt_without_media_waits_for_nothing(seam):
+    async def generate_request(_manager, _obj):
+        yield {}
+
+    seam.layouts = Board()
+    answers = seam.read_first(generate_request, None, Request("a", [b"1"], bootstrap_room=[5, 6]))
+    assert [answer async for answer in answers] == [{}]
+    assert all(seam.layouts.look(room).settled for room in (5, 6))
+
+
+async def test_an_earlier_try_says_nothing_of_a_later_one(seam):
+    seam.layouts = Board()
+    seam.refused(5, MediaError("the first"))
+
+    async def generate_request(_manager, _obj):
+        yield {}
+
+    answers = seam.read_first(generate_request, None, Request("a", [b"1"], bootstrap_room=5))
+    assert not seam.layouts.look(5).settled
+    await answers.aclose()
 
 
 async def test_what_a_decode_server_was_told_stays_so(seam):

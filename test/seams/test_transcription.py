@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 import soundfile
 
+from sglang_epd.seams.decode import DecodePrompts
+
 # SGLang's answers to errors are made with a class that FastAPI deprecates.
 pytestmark = pytest.mark.filterwarnings("ignore:ORJSONResponse is deprecated")
 
@@ -41,13 +43,13 @@ def transcribe(sglang, flags, hooked, monkeypatch, decoded):
     monkeypatch.setattr(module, "split_audio_energy_aware", decode)
 
     def run(data: bytes, *, clip_s=None, ours=True, decodes=False):
-        mode = "decode" if decodes else "null"
-        flags(
-            disagg={"disaggregation_mode": mode},
-            mm={"allowed_media_domains": [], "media_url_max_file_size_mb": 64},
-        )
+        flags(mm={"allowed_media_domains": [], "media_url_max_file_size_mb": 64})
         serving = object.__new__(module.OpenAIServingTranscription)
-        serving.tokenizer_manager = SimpleNamespace()
+        processor = SimpleNamespace()
+        serving.tokenizer_manager = SimpleNamespace(mm_processor=processor)
+        if decodes:
+            prompts = object.__new__(DecodePrompts)
+            processor.process_mm_data_async = prompts.process
         if ours and not decodes:
             serving.tokenizer_manager.mm_receiver = object()
         serving._adapter = SimpleNamespace(

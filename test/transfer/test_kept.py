@@ -251,15 +251,21 @@ def test_the_layout_of_an_item_that_is_here_is_known():
     assert books.outcomes() == [wire.AskPrefix("c", (key("a"), key("b")), (LAYOUT, LAYOUT))]
 
 
-@pytest.mark.parametrize("last", ["b", "c"], ids=["kept", "offered"])
+@pytest.mark.parametrize("last", ["b", "c", "claim"])
 def test_no_prefix_cache_is_asked_about_more_tokens_than_any_context_holds(monkeypatch, last):
+    """Whatever comes last: an item that is kept, one that is offered, or the claim."""
     monkeypatch.setattr(ledger_module, "_MOST_TOKENS", 2 * ROWS)
     books = keeping()
     serve(books, "before", "b")
     books.ledger._see(key("a"))
-    books.claim(books.expect("t", "??"), prefix=True)
+    expect = books.expect("t", "??")
+    if last != "claim":
+        books.claim(expect, prefix=True)
     assert isinstance(books.ledger.offer(offer("t", 0, "a"), 0.0), wire.Wait)
-    assert isinstance(books.ledger.offer(offer("t", 1, last), 0.0), wire.Decline)
+    second = books.ledger.offer(offer("t", 1, "b" if last == "claim" else last), 0.0)
+    assert isinstance(second, wire.Decline)
+    if last == "claim":
+        books.claim(expect, prefix=True)
     (outcome,) = books.outcomes()
     assert (outcome.code, outcome.items) == ("MediaTooLargeError", ())
     late = books.ledger.offer(offer("t", 0, "a"), 0.0)

@@ -283,11 +283,12 @@ async def test_a_message_that_cannot_be_acted_upon_stops_no_later_one(
     assert "Could not act upon a message" in caplog.text
 
 
+@pytest.mark.parametrize("small_bytes", [0, 1 << 20], ids=["in a thread", "here"])
 async def test_a_write_that_fails_in_an_unforeseen_way_gives_its_memory_back(
-    receiver, scheduler, monkeypatch
+    receiver, scheduler, monkeypatch, small_bytes
 ):
     sender = Sender()
-    monkeypatch.setattr(sender_module, "_SMALL_BYTES", 0)
+    monkeypatch.setattr(sender_module, "_SMALL_BYTES", small_bytes)
 
     def fails(_landing, _raw):
         raise ValueError("unforeseen")

@@ -121,13 +121,13 @@ class Rpc:
             UnavailableError: it gets none.
         """
         if url not in self._links:
-            await self._close_unconnected()
             target = url.removeprefix(rpc.SCHEME)
             channel = grpc.aio.insecure_channel(target, options=_OPTIONS)
             self._links[url] = _Link(channel)
         link = self._links[url]
         link.calls += 1
         try:
+            await self._close_unconnected()
             await self._connect(url, link)
             yield link.channel
         except asyncio.CancelledError:

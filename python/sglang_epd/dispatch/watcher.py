@@ -118,7 +118,7 @@ class Watcher:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stop = asyncio.Event()
         self._runner: web.AppRunner | None = None
-        # Of the port, and the stamp of the files that it was loaded from.
+        # The port's context, and the stamp of the files that its certificate is from.
         self._tls: ssl.SSLContext | None = None
         self._stamp: tuple[tuple[int, int], ...] = ()
 
@@ -226,8 +226,9 @@ class Watcher:
         registry = Registry(self._pool, self._trust, self._siblings)
         runner = web.AppRunner(registry.app(), access_log=None, shutdown_timeout=1.0)
         await runner.setup()
-        self._tls, self._stamp = self._trust.server_ssl(), self._trust.stamp()
-        site = web.TCPSite(runner, self._host, self.port, ssl_context=self._tls)
+        stamp = self._trust.stamp() if self._trust.certfile else ()
+        tls = self._trust.server_ssl()
+        site = web.TCPSite(runner, self._host, self.port, ssl_context=tls)
         try:
             await site.start()
         except OSError as error:
@@ -235,7 +236,7 @@ class Watcher:
             if error.errno == errno.EADDRINUSE:
                 return False
             raise ConfigError(f"{self._what()}: {error}") from None
-        self._runner = runner
+        self._runner, self._tls, self._stamp = runner, tls, stamp
         self.port = runner.addresses[0][1]
         logger.info("Encoders register at %s", self._address(self._host))
         return True

@@ -10,6 +10,7 @@ A server that only decodes needs the layout alone: its KV comes from the prefill
 
 from __future__ import annotations
 
+import logging
 import sys
 from bisect import bisect_right
 from collections.abc import Sequence
@@ -24,6 +25,8 @@ from sglang_epd.errors import EncodeError, MediaError
 from sglang_epd.modality import MODALITIES
 from sglang_epd.transfer.arena import ReceivedItem
 from sglang_epd.wire.messages import Layout
+
+logger = logging.getLogger(__name__)
 
 
 class Processor(Protocol):
@@ -201,6 +204,7 @@ def _lay_out(
         output = processor.get_validated_mm_data(prompt, row_numbers, **metadata)
     except (IndexError, RuntimeError, ValueError) as error:
         # Too few items for the prompt's placeholders, or too many.
+        logger.info("A prompt does not match its %d media items: %s", len(items), error)
         raise MediaError(
             f"the prompt's placeholders do not match the request's {len(items)} media items"
         ) from error

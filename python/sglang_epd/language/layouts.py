@@ -1,9 +1,9 @@
 """The layouts of each request's media on a prefill server, until its decode server
 has asked.
 
-Prefill and decode know a request by its bootstrap room. A room has a slot from the
-moment its media are dispatched; the slot is settled once: with the layouts, with the
-request's failure, or with the finding that nothing is known.
+Prefill and decode know a request by its bootstrap room. A room has a slot from the moment its
+request is here, and another one when its media are planned. A slot is settled once: with the
+layouts, with the request's failure, or with the finding that nothing is known.
 
 Thread-safe: written in the tokenizer's event loop, read in the bootstrap server's. Owns
 no sockets, tasks or clocks.
@@ -50,8 +50,8 @@ class Slot:
 
 
 class Board:
-    """The slots by room, bounded in number, bytes and time; those that were settled first go
-    first, then the oldest.
+    """The slots by room, bounded in number, bytes and time. Over a bound those go first that are
+    settled, the oldest of them first: others are waited for.
 
     Args:
         clock: seconds, monotonic.
@@ -74,8 +74,8 @@ class Board:
         self._watchers: dict[int, list[Callable[[], None]]] = {}
 
     def open(self, room: int, ttl_s: float) -> Slot:
-        """A new slot for a room, in place of the one it may have had; the request's own deadline
-        settles it within `ttl_s`.
+        """A new slot for a room, in place of the one it may have had. It is gone after `ttl_s`, by
+        which the request's own deadline has settled it, or nothing was planned of it.
 
         Args:
             room: bootstrap room of the request.
@@ -135,13 +135,11 @@ class Board:
 
     def _shrink(self) -> None:
         now = self._clock()
-        while self._slots:
-            over = len(self._slots) > self._max_rooms or self._bytes > self._max_bytes
-            # Others still wait for those that are not.
-            first = next(iter(self._settled or self._slots))
-            if not over and self._slots[first].expires_at > now:
-                return
-            self._remove(first)
+        for some in (self._settled, self._slots):
+            while some and self._slots[first := next(iter(some))].expires_at <= now:
+                self._remove(first)
+        while len(self._slots) > self._max_rooms or self._bytes > self._max_bytes:
+            self._remove(next(iter(self._settled or self._slots)))
 
     def _remove(self, room: int) -> None:
         slot = self._slots.pop(room, None)

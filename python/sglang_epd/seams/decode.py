@@ -20,6 +20,8 @@ import logging
 from collections.abc import Awaitable, Callable, Mapping
 from typing import TYPE_CHECKING, Any, NoReturn
 
+import torch
+
 from sglang_epd import logs
 from sglang_epd.errors import (
     ConfigError,
@@ -30,7 +32,6 @@ from sglang_epd.errors import (
     UnavailableError,
 )
 from sglang_epd.seams import bootstrap, roles, tracing
-from sglang_epd.seams.precomputed import have_embeddings
 from sglang_epd.seams.prompt import lays_out
 from sglang_epd.seams.requests import client
 from sglang_epd.wire.http import ItemLayout
@@ -40,7 +41,7 @@ if TYPE_CHECKING:  # imports prometheus_client, which SGLang must come before
 
 logger = logging.getLogger(__name__)
 
-_CHATS = ("/v1/chat/completions", "/invocations")
+_PRIMED = ("/v1/chat/completions", "/v1/completions", "/invocations")
 
 
 def set_up(manager: Any) -> None:
@@ -115,7 +116,7 @@ class DecodePrompts:
 
         Raises:
             HTTPException: the request failed at its prefill server.
-            StreamError: the same, of a stream that is no chat.
+            StreamError: the same, of a stream of which an event is the first word.
         """
         try:
             parent = tracing.span_of(self._live.get(request_obj.rid))
@@ -144,14 +145,14 @@ class DecodePrompts:
             EpdError: the prompt cannot be laid out, or will not be prefilled.
         """
         from sglang_epd.language.assembly import lay_out
-        from sglang_epd.language.planner import modalities
+        from sglang_epd.language.planner import entries, modalities
 
         expected = modalities(request)
-        if not expected or have_embeddings([request]):
+        if not expected or all(map(_is_made, entries(request))):
             return None
         host = getattr(request, "bootstrap_host", None)
         room = getattr(request, "bootstrap_room", None)
-        if not isinstance(host, str) or not isinstance(room, int):
+        if not isinstance(host, str) or not isinstance(room, int) or not 0 <= room < 1 << 64:
             raise ProtocolError(
                 "a decode server takes media of requests that name their prefill server"
             )
@@ -170,6 +171,19 @@ class DecodePrompts:
             raise EncodeError("the prompt could not be laid out with its media") from None
 
 
+def _is_made(entry: Any) -> bool:
+    """Whether it is pixels or rows, which a caller of `Engine` gives: JSON has no tensors."""
+    return isinstance(entry, Mapping) and any(
+        isinstance(value, torch.Tensor) for value in entry.values()
+    )
+
+
+def lays_out_prompts(manager: Any) -> bool:
+    """Whether a decode server's prompts are laid out here."""
+    process = getattr(manager.mm_processor, "process_mm_data_async", None)
+    return isinstance(getattr(process, "__self__", None), DecodePrompts)
+
+
 class StreamError(ValueError):
     """The end of a stream, in an event.
 
@@ -186,7 +200,7 @@ def _refuse(request: Any, error: EpdError) -> NoReturn:
     from fastapi import HTTPException
 
     http = client()
-    # SGLang reads a chat's first chunk before it answers the stream with any status.
-    if request.stream and (http is None or http.url.path not in _CHATS):
+    # Of these SGLang reads the first chunk before it answers the stream with any status.
+    if request.stream and (http is None or not http.url.path.endswith(_PRIMED)):
         raise StreamError(error) from None
     raise HTTPException(status_code=error.http_status, detail=error.message) from None

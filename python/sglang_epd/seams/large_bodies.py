@@ -47,6 +47,7 @@ _LISTS = ("messages", "image_data", "video_data", "audio_data")
 _TEXTS = ("messages", "input")
 _MEDIA = ("image", "video", "audio")
 _RESPONSES = "/responses"
+_DECISIONS = "/decisions"
 # Of a schema: what is no schema, and is not to be copied.
 _VALUES = frozenset({"default", "expected", "metadata", "serialization"})
 
@@ -152,13 +153,10 @@ def count_parts(body: Any, path: str) -> tuple[int, int]:
     """
     if not isinstance(body, dict):
         return 0, 0
-    given, images, questions = (body.get(name) for name in ("input", "images", "questions"))
-    if isinstance(images, list) and isinstance(questions, list | dict):
-        # Of /v1/decisions: a prompt with all images for each question.
-        return (count := len(images) * len(questions)), count
+    given = body.get("input")
     has_media = isinstance(given, list) and given and isinstance(given[0], dict)
     names = (*_LISTS, "input") if path.endswith(_RESPONSES) or has_media else _LISTS
-    parts = media = 0
+    parts = media = _of_decisions(body) if path.endswith(_DECISIONS) else 0
     within = [(body.get(name), name in _TEXTS) for name in names]
     while within and parts <= MOST_PARTS:
         value, texts = within.pop()
@@ -171,6 +169,14 @@ def count_parts(body: Any, path: str) -> tuple[int, int]:
         elif isinstance(value, dict):
             within += [(one, texts) for one in value.values()]
     return parts, media
+
+
+def _of_decisions(body: dict[str, Any]) -> int:
+    """SGLang makes a prompt with all images for each question."""
+    images, questions = body.get("images"), body.get("questions")
+    if isinstance(images, list) and isinstance(questions, list | dict):
+        return len(images) * len(questions)
+    return 0
 
 
 def _is_medium(part: Any) -> bool:

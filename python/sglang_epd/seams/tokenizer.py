@@ -22,6 +22,7 @@ import contextlib
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from functools import partial
+from http import HTTPStatus
 from typing import Any
 
 import torch
@@ -33,6 +34,7 @@ from sglang_epd.errors import (
     MediaError,
     ProtocolError,
     RequestCancelledError,
+    UnavailableError,
 )
 from sglang_epd.language import manifest, reading
 from sglang_epd.language.assembly import assemble
@@ -190,7 +192,7 @@ class TokenizerSeam:
         return original(manager, one)
 
     def refused(self, room: Any, error: EpdError) -> None:
-        """A request has ended; its decode server hears of it, unless that has an answer already.
+        """A request was refused before it was begun: its decode server hears of it.
 
         Args:
             room: its bootstrap room, or those of its prompts, as the user wrote them.
@@ -199,16 +201,12 @@ class TokenizerSeam:
             slot.failed(error)
 
     def _slots(self, room: Any) -> list[Slot]:
-        """Of those rooms that are rooms: the slot that each has, or a new one. None of more rooms
-        than a request may have: they are other requests' too."""
+        """A new one for each of those rooms that is a room; none of more rooms than a request may
+        have: they are other requests' too."""
         board, rooms = self.layouts, room if isinstance(room, list) else [room]
         if board is None or len(rooms) > MAX_ITEMS:
             return []
-        return [
-            board.look(one) or board.open(one, self._timeout_s)
-            for one in rooms
-            if isinstance(one, int)
-        ]
+        return [board.open(one, self._timeout_s) for one in rooms if isinstance(one, int)]
 
     def read_first(
         self, original: Any, manager: Any, obj: Any, *args: Any, **options: Any
@@ -224,7 +222,29 @@ class TokenizerSeam:
         if reading.is_large(found):
             answers = _after_reading(answers, obj, found)
         slots = self._slots(getattr(obj, "bootstrap_room", None)) if found else []
-        return _told(answers, slots) if slots else answers
+        return self._told(answers, slots) if slots else answers
+
+    async def _told(
+        self, answers: AsyncGenerator[dict[str, Any]], slots: list[Slot]
+    ) -> AsyncGenerator[dict[str, Any]]:
+        """The slots are those from before the media are planned."""
+        async with contextlib.aclosing(answers):
+            try:
+                async for answer in answers:
+                    yield answer
+                error: EpdError | None = None
+            except Exception as ended:
+                error = _as_told(ended)
+                raise
+            except BaseException:
+                error = RequestCancelledError("the request ended at its prefill server")
+                raise
+            finally:
+                for slot in slots:
+                    if error is not None:
+                        slot.failed(error)
+                    elif self.layouts is not None:
+                        self.layouts.settle(slot, None)  # of a prompt without media
 
     async def send_again(self, rid: str, expect: Expect) -> None:
         """A scheduler needs items of a live request after all.
@@ -468,20 +488,14 @@ def _refuse(slots: list[Slot | None], error: Exception) -> None:
             slot.failed(error)
 
 
-async def _told(
-    answers: AsyncGenerator[dict[str, Any]], slots: list[Slot]
-) -> AsyncGenerator[dict[str, Any]]:
-    """The slots are those from before the media are planned."""
-    async with contextlib.aclosing(answers):
-        try:
-            async for answer in answers:
-                yield answer
-        except ValueError as error:  # 400
-            _refuse([*slots], MediaError(str(error)))
-            raise
-        except BaseException:
-            _refuse([*slots], RequestCancelledError("the request ended at its prefill server"))
-            raise
+def _as_told(error: Exception) -> EpdError:
+    """What a decode server hears of an error that SGLang answers by its status, or with 400."""
+    if isinstance(error, ValueError):
+        return MediaError(str(error))
+    status, text = getattr(error, "status_code", 500), str(getattr(error, "detail", error))
+    if status == HTTPStatus.SERVICE_UNAVAILABLE:
+        return UnavailableError(text)
+    return MediaError(text) if 400 <= status < 500 else EncodeError(text)
 
 
 async def _after_reading(

@@ -19,16 +19,17 @@ from typing import Any
 
 from sglang_epd.errors import MediaError
 from sglang_epd.media import MediaLimits, check_audio
+from sglang_epd.seams import decode
 
 
 async def create(original: Any, serving: Any, audio_data: bytes, *args: Any, **options: Any) -> Any:
-    """Around `create_transcription`, on language and decode servers."""
-    from sglang.srt.runtime_context import get_disagg, get_mm
+    """Around `create_transcription`, on language servers, and decode servers that lay prompts out
+    without their media."""
+    from sglang.srt.runtime_context import get_mm
 
-    decodes = get_disagg().disaggregation_mode == "decode"
+    manager = serving.tokenizer_manager
     # Only a language server has one.
-    receiver = getattr(serving.tokenizer_manager, "mm_receiver", None)
-    if receiver is None and not decodes:
+    if getattr(manager, "mm_receiver", None) is None and not decode.lays_out_prompts(manager):
         return await original(serving, audio_data, *args, **options)
     if serving._adapter.max_audio_clip_s is not None:
         return serving.create_error_response("this model transcribes no recordings here")

@@ -639,8 +639,8 @@ class Ledger:
         Args:
             landed: the items of which there is news; None is all of them.
         """
-        entry = self._entries[ticket]
-        if entry.claim is None:
+        entry = self._entries.get(ticket)
+        if entry is None or entry.claim is None:
             return
         claimant, claim = entry.claim
         over = None

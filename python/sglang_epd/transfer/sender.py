@@ -31,6 +31,7 @@ from zmq.utils.monitor import recv_monitor_message
 from sglang_epd.errors import (
     DeadlineError,
     EncodeError,
+    EpdError,
     ProtocolError,
     UnavailableError,
     UnreachableError,
@@ -288,7 +289,8 @@ class Sender:
             at = msgspec.structs.replace(landing, offset=landing.offset + granted.sent)
             try:
                 if len(raw) < _SMALL_BYTES:
-                    self._shared.write(at, raw)
+                    with self._withdrawing(peer, grant):
+                        self._shared.write(at, raw)
                 else:
                     await self._in_thread(
                         peer, grant, self._sharing, lambda: self._shared.write(at, raw)
@@ -330,6 +332,17 @@ class Sender:
         peer.grants.pop(_name(grant), None)
         return answer
 
+    @contextlib.contextmanager
+    def _withdrawing(self, peer: _Peer, grant: wire.Grant) -> Iterator[None]:
+        """Around a write, which has ended where it fails in an unforeseen way."""
+        try:
+            yield
+        except (OSError, EpdError):
+            raise  # it may go on, or go another way
+        except Exception:
+            self._withdraw(peer, grant)
+            raise
+
     async def _in_thread(
         self, peer: _Peer, grant: wire.Grant, pool: ThreadPoolExecutor, write: Callable[[], None]
     ) -> None:
@@ -343,17 +356,13 @@ class Sender:
             raise UnavailableError("this encoder is shutting down")
         writing = asyncio.get_running_loop().run_in_executor(pool, write)
         try:
-            await asyncio.shield(writing)
+            with self._withdrawing(peer, grant):
+                await asyncio.shield(writing)
         except asyncio.CancelledError:
             writing.add_done_callback(lambda ended: self._leave(ended, peer, grant))
             raise
         except UnavailableError:
             self._leave(writing, peer, grant)
-            raise
-        except (OSError, ProtocolError):
-            raise  # it may be written another way
-        except Exception:
-            self._withdraw(peer, grant)
             raise
         finally:
             # Its error's trace holds this frame, and the frame the payload.

@@ -261,6 +261,22 @@ async def test_items_of_a_request_are_prepared_and_run_in_the_order_of_their_pla
     assert tower.batches == [[b"busy"], *([name] for name in names)]
 
 
+async def test_what_is_being_prepared_is_run_in_the_turn_of_a_small_request_that_joins(
+    tower, computations, ask, busy
+):
+    names = [b"%c" % (97 + place) for place in range(3)]
+    tower.slow = {name: asyncio.Event() for name in names}
+    holds = [ask(name, "large", place=place) for place, name in enumerate(names)]
+    await until(lambda: states(computations) == {"running": 1, "preparing": 3})
+    holds.append(ask(names[2], "small"))
+    for name in names:
+        tower.slow[name].set()
+    await until(lambda: states(computations) == {"running": 1, "ready": 3})
+    tower.go_on()
+    await asyncio.gather(busy.embedding(), *map(value, holds))
+    assert tower.batches == [[b"busy"], [names[2]], *([name] for name in names[:2])]
+
+
 @pytest.mark.parametrize("stage", ["waiting", "ready"])
 async def test_what_a_large_request_asked_for_first_is_made_in_the_turn_of_a_small_one(
     tower, computations, ask, busy, stage

@@ -279,6 +279,13 @@ class Computations:
                 work.owner, work.place = hold.owner, hold.place
                 queue.push(work)
 
+    def _push(self, work: Work, queue: FairQueue[Work]) -> None:
+        """In the turn of the asker that would be done with it first."""
+        if work.holds:
+            soonest = min(work.holds, key=lambda hold: queue.end_of(hold.owner, work.cost))
+            work.owner, work.place = soonest.owner, soonest.place
+        queue.push(work)
+
     def _want(self, hold: Hold) -> None:
         if hold.work is not None:
             self._consider(hold.work)
@@ -344,7 +351,7 @@ class Computations:
         work.pixels = work.pixels or claimed_pixels(work.modality, work.media)
         work.cost = work.pixels
         work.large = work.pixels > SMALL_PIXELS
-        self._waiting.push(work)
+        self._push(work, self._waiting)
 
     # Stages
 
@@ -486,7 +493,7 @@ class Computations:
         work.nbytes = spec_bytes(prepared.layout.embedding)
         work.group = prepared.group
         work.enter(WorkState.READY)
-        lane.ready.push(work)
+        self._push(work, lane.ready)
 
     def _begin_running(self, lane: Lane, now: float) -> bool:
         """Hand the lane's tower the next batch; False if there is none."""

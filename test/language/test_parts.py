@@ -44,6 +44,8 @@ class Request:
         self.multimodal_inputs: Any = None
         self.finished_reason: Ended | None = None
         self.cached_tokens = self.already_computed = self.prefix_len = 0
+        self.cached_tokens_device = self.cached_tokens_host = self.cached_tokens_storage = 0
+        self._cache_breakdown_computed = False
         self.retracted_stain = False
         self.skip_radix_cache_insert = True
 
@@ -118,6 +120,9 @@ class World:
         self.scheduler.remove(request)
         self.gate.taken(request)
         request.cached_tokens = request.prefix_len - request.already_computed
+        # As SGLang does, of what no tier but the device has.
+        if not request._cache_breakdown_computed:
+            request.cached_tokens_device = request.prefix_len
         self.scheduler.batch = [request]
         return True
 
@@ -150,6 +155,7 @@ def test_a_part_runs_and_its_request_finds_its_kv(world):
     request = world.come(Request("r", 40))
     assert world.run(request)
     assert request.cached_tokens == 0, "nothing had been cached before it came"
+    assert request.cached_tokens_device == 0
     assert not world.parts.ended(request)
 
 
@@ -162,7 +168,7 @@ def test_what_was_cached_before_is_told_as_cached(world):
     world.parts.settle("r")
     request = world.come(Request("r", 40))
     assert world.run(request)
-    assert request.cached_tokens == 12
+    assert (request.cached_tokens, request.cached_tokens_device) == (12, 12)
 
 
 def test_a_retracted_request_is_not_counted_again(world):

@@ -95,7 +95,8 @@ managers.schedule_batch
     families/proof: MultimodalDataItem(offsets padding_values padding_sequence)
     language/assembly: MultimodalDataItem(modality precomputed_embeddings)
     language/assembly: MultimodalProcessorOutput(mm_items input_ids)
-    language/parts: Req(already_computed cached_tokens finished_reason retracted_stain
+    language/parts: Req(already_computed cached_tokens cached_tokens_device cached_tokens_host
+        cached_tokens_storage _cache_breakdown_computed finished_reason retracted_stain
         skip_radix_cache_insert)
     modality: Modality(IMAGE VIDEO AUDIO)
     seams/adaptive: MultimodalDataItem(offsets)

@@ -177,8 +177,12 @@ class Parts:
         course = self._queued.pop(request, None)
         fresh = not request.retracted_stain and not request.already_computed
         if course is not None and course.base is not None and fresh:
-            # Tokens that its parts have prefilled are not reported as cached.
+            # Tokens that its parts have prefilled are not reported as cached, nor as of a tier.
             request.already_computed = max(request.prefix_len - course.base, 0)
+            if request.already_computed:
+                request.cached_tokens_device = course.base
+                request.cached_tokens_host = request.cached_tokens_storage = 0
+                request._cache_breakdown_computed = True
 
     def ended(self, request: Any, *, chunked: bool = False) -> bool:
         """Whether a request that SGLang would stream is a part, which may have ended.

@@ -161,6 +161,12 @@ def _of_language_servers(args: Any) -> Iterator[str]:
             "--encoder-transfer-backend zmq_to_tokenizer sends them with the requests; "
             f"or {_RIVAL}"
         )
+    if args.return_input_ids and not to_tokenizer:
+        yield (
+            "--return-input-ids with --language-only: schedulers lay prompts with media out, so "
+            "their token ids are not known where answers are made; "
+            "--encoder-transfer-backend zmq_to_tokenizer has them"
+        )
     if args.is_embedding and args.enable_tokenizer_batch_encode:
         yield (
             "--enable-tokenizer-batch-encode with --language-only and an embedding model: SGLang "

@@ -49,11 +49,13 @@ arg_groups.fields.schedule
 arg_groups.fields.serving
     flags: Serving(host port served_model_name tokenizer_worker_num grpc_mode smg_grpc_mode api_key
         ssl_certfile ssl_keyfile ssl_keyfile_password ssl_ca_certs enable_ssl_refresh
-        enable_tokenizer_batch_encode)
+        enable_tokenizer_batch_encode return_input_ids)
 configs.load_config
     checkpoint: LoadConfig(load_format download_dir model_loader_extra_config)
     checkpoint: LoadFormat(AUTO DUMMY MISTRAL NPCACHE PT SHARDED_STATE)
     encoder/model/loading: LoadConfig(load_format model_loader_extra_config)
+configs.model_config
+    seams/server_args: ModelConfig(joint_head_config)
 constrained.grammar_manager
     seams/prefix: GrammarManager(grammar_queue)
 disaggregation.common.conn
@@ -121,7 +123,7 @@ managers.scheduler_components.request_receiver
 managers.tokenizer_manager
     seams/bootstrap: TokenizerManager(bootstrap_server mm_processor context_len)
     seams/tokenizer: ReqState(obj)
-    seams/tokenizer: TokenizerManager(mm_receiver mm_processor model_config rid_to_state)
+    seams/tokenizer: TokenizerManager(mm_receiver mm_processor context_len rid_to_state)
 mem_cache.base_prefix_cache
     seams/prefix: MatchPrefixParams(key req)
     seams/prefix: MatchResult(device_prefix_len last_device_node)

@@ -51,8 +51,8 @@ def check(sglang, monkeypatch):
     monkeypatch.setenv("SGLANG_HTTP_SERVER_APP_PATH", "")
     monkeypatch.delenv("SGLANG_HTTP_SERVER_APP_PATH")
 
-    def run(model=TOWER, **changes) -> None:
-        config = SimpleNamespace(hf_config=model)
+    def run(model=TOWER, joint_head=None, **changes) -> None:
+        config = SimpleNamespace(hf_config=model, joint_head_config=joint_head)
         monkeypatch.setattr(overrides, "model_config_of", lambda _: config)
         server_args.check(SimpleNamespace(**{**SERVED, **changes}))
 
@@ -134,6 +134,12 @@ def test_what_is_not_served_is_refused_by_name(check, changes, named):
     with pytest.raises(ConfigError) as raised:
         check(**changes)
     assert named in str(raised.value)
+
+
+@pytest.mark.parametrize("role", [{}, ENCODER], ids=["language", "encoder"])
+def test_a_checkpoint_whose_own_route_fetches_media_is_refused(check, role):
+    with pytest.raises(ConfigError, match="/v1/systemone fetches media"):
+        check(joint_head={}, **role)
 
 
 def test_a_tokenizer_in_rust_asks_no_encoders(check, monkeypatch):
@@ -239,7 +245,9 @@ def resolve(sglang, monkeypatch):
 
     def run(refusal: str, *, multimodal: bool = True, model: str = GEMMA, **changes) -> None:
         hf_config = SimpleNamespace(architectures=[model], **vars(TOWER))
-        config = SimpleNamespace(hf_config=hf_config, is_multimodal=multimodal)
+        config = SimpleNamespace(
+            hf_config=hf_config, is_multimodal=multimodal, joint_head_config=None
+        )
         monkeypatch.setattr(overrides, "model_config_of", lambda _: config)
 
         def original(_args):

@@ -12,7 +12,6 @@ import torch
 from fastapi import HTTPException
 
 from sglang_epd.errors import (
-    ConfigError,
     DeadlineError,
     EpdError,
     MediaError,
@@ -136,13 +135,9 @@ def attach(seam: TokenizerSeam, **live: Request) -> dict[str, SimpleNamespace]:
     return states
 
 
-def manager_of(states: dict[str, SimpleNamespace], joint_head_config=None) -> SimpleNamespace:
+def manager_of(states: dict[str, SimpleNamespace]) -> SimpleNamespace:
     return SimpleNamespace(
-        rid_to_state=states,
-        mm_processor=Processor(),
-        bootstrap_server=None,
-        model_config=SimpleNamespace(joint_head_config=joint_head_config),
-        context_len=1000,
+        rid_to_state=states, mm_processor=Processor(), bootstrap_server=None, context_len=1000
     )
 
 
@@ -152,11 +147,6 @@ def test_schedulers_that_lay_prompts_out_get_token_ids(frontend, collector, lays
     manager.mm_processor.generates_input_ids_from_raw_prompt = True
     TokenizerSeam(frontend, collector, 60.0, lays_out=lays_out).attach(manager)
     assert manager.mm_processor.generates_input_ids_from_raw_prompt is (lays_out is not None)
-
-
-def test_a_checkpoint_whose_own_route_fetches_media_here_is_refused(seam):
-    with pytest.raises(ConfigError, match="/v1/systemone fetches media"):
-        seam.attach(manager_of({}, joint_head_config={}))
 
 
 def test_a_request_opens_no_more_rooms_than_it_may_have_prompts(seam):
@@ -401,6 +391,7 @@ async def test_the_room_of_a_prompt_without_media_waits_for_nothing(seam):
     answers = seam.read_first(generate_request, None, Request("a", [b"1"], bootstrap_room=[5, 6]))
     assert [answer async for answer in answers] == [{}]
     assert all(seam.layouts.look(room).settled for room in (5, 6))
+    assert seam.layouts.look(5).body is None
 
 
 async def test_an_earlier_try_says_nothing_of_a_later_one(seam):
@@ -472,7 +463,6 @@ def test_an_aborted_request_is_cancelled_until_sglang_has_answered_it(
     manager.enable_metrics = False
     manager.mm_receiver, manager.bootstrap_server = seam, None
     manager.mm_processor = Processor()
-    manager.model_config = SimpleNamespace(joint_head_config=None)
     manager.context_len = 1000
     seam.attach(manager)
     manager.abort_request("b")
@@ -494,7 +484,6 @@ async def test_an_abort_of_all_leaves_what_waits_for_the_end_of_a_pause(
     manager.enable_metrics = False
     manager.mm_receiver, manager.bootstrap_server = seam, None
     manager.mm_processor = Processor()
-    manager.model_config = SimpleNamespace(joint_head_config=None)
     manager.context_len = 1000
     states = {"runs": True, "tokenized": False, "waits": False}
     manager.rid_to_state = {
@@ -550,7 +539,6 @@ def test_a_request_that_sglang_refuses_after_it_was_sent_is_cancelled(
     manager._release_lora_once = lambda _state: None
     manager.mm_receiver, manager.bootstrap_server = seam, None
     manager.mm_processor = Processor()
-    manager.model_config = SimpleNamespace(joint_head_config=None)
     manager.context_len = 1000
     seam.attach(manager)
     manager._release_req_states_on_failure({"a": refused, "b": refused, "c": answered})

@@ -120,14 +120,16 @@ class Rpc:
         Raises:
             UnavailableError: it gets none.
         """
-        if url not in self._links:
+        made = url not in self._links
+        if made:
             target = url.removeprefix(rpc.SCHEME)
             channel = grpc.aio.insecure_channel(target, options=_OPTIONS)
             self._links[url] = _Link(channel)
         link = self._links[url]
         link.calls += 1
         try:
-            await self._close_unconnected()
+            if made:
+                await self._close_unconnected()
             await self._connect(url, link)
             yield link.channel
         except asyncio.CancelledError:
@@ -142,7 +144,7 @@ class Rpc:
                 await link.channel.close()
 
     async def _close_unconnected(self) -> None:
-        """Channels of encoders that have left: nobody calls them any more."""
+        """Close the channels that have neither calls nor a connection: their encoders have left."""
         for url, link in list(self._links.items()):
             if not link.calls and not _is_connected(link.channel):
                 self._leave(url, link)

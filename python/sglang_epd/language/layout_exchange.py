@@ -23,16 +23,14 @@ from aiohttp import web
 from yarl import URL
 
 from sglang_epd.errors import DeadlineError, ProtocolError, UnavailableError, from_code
-from sglang_epd.language.layouts import Board, Slot
+from sglang_epd.language.layouts import Board, Slot, refusal
 from sglang_epd.media.resolver import SystemResolver
 from sglang_epd.trust import Trust
 from sglang_epd.wire.http import (
     CONTENT_TYPE,
-    ErrorReply,
     ItemLayout,
     LayoutReply,
     decode_body,
-    encode_body,
     open_session,
     read_body,
 )
@@ -55,7 +53,6 @@ _PAUSE_S = 0.05
 _UNANSWERED_S, _AGAIN_S = 5.0, 0.5
 # Longer than any request is given.
 _LONGEST_S = 3600.0
-_UNHEARD_OF = UnavailableError("the prefill server knows nothing of this request")
 
 
 def _silent() -> UnavailableError:
@@ -100,8 +97,8 @@ class LayoutRoute:
             return web.Response(status=401)
         slot = await self._settled(room)
         if slot is None:
-            body = encode_body(LayoutReply(error=ErrorReply(_UNHEARD_OF.code, _UNHEARD_OF.message)))
-            return web.Response(body=body, content_type=CONTENT_TYPE)
+            unknown = UnavailableError("the prefill server knows nothing of this request")
+            return web.Response(body=refusal(unknown), content_type=CONTENT_TYPE)
         if not slot.settled:
             return web.Response(status=202)
         if slot.body is None:

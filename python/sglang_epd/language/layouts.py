@@ -26,6 +26,11 @@ _KEPT_S = 60.0
 _GRACE_S = 5.0
 
 
+def refusal(error: EpdError) -> bytes:
+    """The reply to whoever asks about a request that will not be prefilled."""
+    return encode_body(LayoutReply(error=ErrorReply(error.code, error.message)))
+
+
 class Slot:
     """One request's answer. The first to settle it wins; later ones do nothing."""
 
@@ -45,8 +50,11 @@ class Slot:
 
     def failed(self, error: EpdError) -> None:
         """The request will not be prefilled."""
-        reply = LayoutReply(error=ErrorReply(error.code, error.message))
-        self._board.settle(self, encode_body(reply))
+        self._board.settle(self, refusal(error))
+
+    def unplanned(self) -> None:
+        """Its prompt has no media to be encoded."""
+        self._board.settle(self, None)
 
 
 class Board:

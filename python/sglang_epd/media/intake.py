@@ -46,7 +46,7 @@ class ByteBounds(Protocol):
 
 @dataclass
 class FetchBounds:
-    """ByteBounds where only fetched media are counted."""
+    """The bounds of a server that counts fetched media alone."""
 
     max_bytes: int
     nbytes: int = 0

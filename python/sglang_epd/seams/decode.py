@@ -9,8 +9,8 @@ Leans on `managers.tokenizer_manager.TokenizerManager`: its `context_len`, and
 `mm_processor.process_mm_data_async(image_data=, audio_data=, input_text=, request_obj=,
 max_req_input_len=)` with the prompt already chosen. An `HTTPException` is answered with its
 status, of a chat in a stream too; in a stream of `/generate` a `ValueError` is an event with its
-`status_code`, or 400. Its scheduler takes media items without
-features, because it never runs a forward over a prompt.
+`status_code`, or 400. Its scheduler takes media items without features, because it never runs a
+forward over a prompt.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ def set_up(manager: Any) -> None:
     from sglang.srt.runtime_context import get_disagg
 
     disagg, processor = get_disagg(), manager.mm_processor
-    # An instance that becomes a prefill server needs the media themselves; KV that is made up has
+    # An instance that becomes a prefill server needs the media themselves; with made up KV there is
     # no prefill server.
-    made_up = disagg.disaggregation_transfer_backend == "fake"
-    if disagg.enable_pd_role_switch or processor is None or made_up:
+    fake = disagg.disaggregation_transfer_backend == "fake"
+    if disagg.enable_pd_role_switch or processor is None or fake:
         return
     from sglang_epd.language.layout_exchange import LayoutClient
     from sglang_epd.observability.language import DecodeMetrics

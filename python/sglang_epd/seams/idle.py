@@ -6,8 +6,9 @@ its turn, which is due after five milliseconds, is put off each time. On an H100
 receiver came 20 to 280 ms late (benchmark/results/gpu.md).
 
 After a prefill SGLang tries no other for `--prefill-decode-interval` turns, 22 by default for
-Qwen3-VL on large Hopper GPUs, also where no request decodes. The next part of a prompt that is
-prefilled early would wait for turns without any work: eight milliseconds on an H100.
+Qwen3-VL on large Hopper GPUs, also where no request decodes. A prompt of which a part was
+prefilled early would wait for turns without any work. (On an H100 it was 8.5 ms in the scheduler's
+queue, and 0.4 ms without parts: benchmark/results/gpu.md.)
 
 Leans on `managers.scheduler.Scheduler.on_idle`, which is called where there is no batch; on its
 `idle_sleeper`, which is None without `--sleep-on-idle` and is not asked while requests wait, and

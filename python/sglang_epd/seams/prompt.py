@@ -144,7 +144,8 @@ def _encode(processor: Any, text: str) -> list[int]:
 
 @lru_cache(maxsize=1 << 13)
 def _plain(tokenizer: Any, text: str) -> list[int]:
-    """The same few thousand times come in each video."""
+    """Token ids of a text without special tokens. Videos have the same few thousand times, and to
+    encode one takes 0.1 ms."""
     ids: list[int] = tokenizer.encode(text, add_special_tokens=False)
     return ids
 

@@ -95,8 +95,13 @@ def check(server_args: Any) -> None:
 
     args = resolving_view(server_args)
     if args.encoder_only or args.language_only:
-        config = model_config_of(server_args).hf_config
-        for refusal in _refusals(args, config):
+        config = model_config_of(server_args)
+        if config.joint_head_config is not None:
+            raise ConfigError(
+                "a checkpoint with joint_head_config.json is not served: its route /v1/systemone "
+                "fetches media on the language server"
+            )
+        for refusal in _refusals(args, config.hf_config):
             raise ConfigError(refusal)
     if args.tokenizer_worker_num > 1 and args.language_only:
         roles.announce_workers()

@@ -28,7 +28,6 @@ from typing import Any
 import torch
 
 from sglang_epd.errors import (
-    ConfigError,
     EncodeError,
     EpdError,
     MediaError,
@@ -105,11 +104,6 @@ class TokenizerSeam:
         Raises:
             ConfigError: the model cannot have its encoder apart, and why.
         """
-        if manager.model_config.joint_head_config is not None:
-            raise ConfigError(
-                "a checkpoint with joint_head_config.json is not served: its route /v1/systemone "
-                "fetches media on this server"
-            )
         self._live, self._context_tokens = manager.rid_to_state, manager.context_len
         self.layouts = bootstrap.board_of(manager.bootstrap_server)
         stop_at_the_first_error()
@@ -222,29 +216,7 @@ class TokenizerSeam:
         if reading.is_large(found):
             answers = _after_reading(answers, obj, found)
         slots = self._slots(getattr(obj, "bootstrap_room", None)) if found else []
-        return self._told(answers, slots) if slots else answers
-
-    async def _told(
-        self, answers: AsyncGenerator[dict[str, Any]], slots: list[Slot]
-    ) -> AsyncGenerator[dict[str, Any]]:
-        """The slots are those from before the media are planned."""
-        async with contextlib.aclosing(answers):
-            try:
-                async for answer in answers:
-                    yield answer
-                error: EpdError | None = None
-            except Exception as ended:
-                error = _as_told(ended)
-                raise
-            except BaseException:
-                error = RequestCancelledError("the request ended at its prefill server")
-                raise
-            finally:
-                for slot in slots:
-                    if error is not None:
-                        slot.failed(error)
-                    elif self.layouts is not None:
-                        self.layouts.settle(slot, None)  # of a prompt without media
+        return _told(answers, slots) if slots else answers
 
     async def send_again(self, rid: str, expect: Expect) -> None:
         """A scheduler needs items of a live request after all.
@@ -486,6 +458,24 @@ def _refuse(slots: list[Slot | None], error: Exception) -> None:
     for slot in slots:
         if slot is not None:
             slot.failed(error)
+
+
+async def _told(
+    answers: AsyncGenerator[dict[str, Any]], slots: list[Slot]
+) -> AsyncGenerator[dict[str, Any]]:
+    """The slots are those from before the media are planned."""
+    async with contextlib.aclosing(answers):
+        try:
+            async for answer in answers:
+                yield answer
+        except Exception as error:
+            _refuse([*slots], _as_told(error))
+            raise
+        except BaseException:
+            _refuse([*slots], RequestCancelledError("the request ended at its prefill server"))
+            raise
+    for slot in slots:
+        slot.unplanned()
 
 
 def _as_told(error: Exception) -> EpdError:

@@ -40,7 +40,7 @@ async def create(original: Any, serving: Any, audio_data: bytes, *args: Any, **o
         check_audio(audio_data, limits)
         await asyncio.to_thread(_read_header, audio_data)
     except MediaError as error:
-        return serving.create_error_response(error.message)
+        return serving.create_error_response(error.message, status_code=error.status)
     return await original(serving, audio_data, *args, **options)
 
 

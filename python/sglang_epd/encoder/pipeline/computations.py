@@ -272,7 +272,7 @@ class Computations:
             hold.show(work.prepared.layout)
 
     def _hand_over(self, work: Work, hold: Hold) -> None:
-        """It need not wait for the other items of the request that asked for it first."""
+        """Give work that waits the turn of an asker that would be done with it sooner."""
         for queue in self._queues():
             if work in queue and queue.end_of(hold.owner, work.cost) < queue.end_of(work.owner):
                 queue.remove(work)
@@ -280,7 +280,7 @@ class Computations:
                 queue.push(work)
 
     def _push(self, work: Work, queue: FairQueue[Work]) -> None:
-        """In the turn of the asker that would be done with it first."""
+        """Let work wait in the turn of the asker that would be done with it first."""
         if work.holds:
             soonest = min(work.holds, key=lambda hold: queue.end_of(hold.owner, work.cost))
             work.owner, work.place = soonest.owner, soonest.place

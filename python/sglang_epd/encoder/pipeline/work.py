@@ -82,7 +82,7 @@ Stage = tuple[str, float, float]
 
 @dataclass(eq=False, kw_only=True)
 class Work(Job):
-    """One embedding in the making. Its turn is that of the asker whose turn comes first.
+    """One embedding in the making. It has the turn of the asker that would be done with it first.
 
     Attributes:
         data: the encoded media; None while the store is asked for askers without media.

@@ -1,4 +1,4 @@
-"""Start-up, memory, idleness and the cost of images: ours, in-tree EPD, colocated.
+"""Start-up, memory and idleness of servers: this package, in-tree EPD, colocated.
 
 .venv/bin/python benchmark/main_job.py [--idle-s 30] [--out benchmark/results/main_job.md]
 """
@@ -10,7 +10,6 @@ import base64
 import io
 import os
 import platform
-import statistics
 import sys
 import tempfile
 import time
@@ -119,55 +118,33 @@ def first_token_s(url: str, pictures: list[str]) -> float:
     return time.perf_counter() - begin
 
 
-def median_s(url: str, counts: list[int], size: int, repeats: int) -> dict[int, float]:
-    """Median time to first token by number of images, the counts interleaved."""
-    times: dict[int, list[float]] = {count: [] for count in counts}
-    for _ in range(repeats + 1):
-        for count in counts:
-            times[count].append(
-                first_token_s(url, [picture(index, size) for index in range(count)])
-            )
-    return {count: statistics.median(values[1:]) for count, values in times.items()}
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--idle-s", type=float, default=30.0)
-    parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--out", type=Path, default=ROOT / "benchmark" / "results" / "main_job.md")
     options = parser.parse_args()
     logs = Path(tempfile.mkdtemp(prefix="sglang-epd-bench-"))
-    tiny, bench = str(ensure("tiny-qwen2_5-vl")), str(ensure("bench-qwen2_5-vl"))
+    tiny = str(ensure("tiny-qwen2_5-vl"))
 
-    sleeping: dict[str, tuple[float, float]] = {}
     for arm in ARMS:
         servers = serve(arm, tiny, logs)
         front = servers[arm.roles[-1]][1]
         try:
-            row = [first_token_s(front, [picture(index, 224)]) for index in range(11)][1:]
+            for index in range(10):
+                first_token_s(front, [picture(index, 224)])
             before = {role: cpu_s(server) for role, (server, _) in servers.items()}
             time.sleep(options.idle_s)
             for role, (server, _) in servers.items():
                 arm.idle_percent[role] = (cpu_s(server) - before[role]) / options.idle_s * 100
                 arm.memory_mb[role] = memory_mb(server)
-            isolated = []
-            for index in range(5):
-                time.sleep(10)
-                isolated.append(first_token_s(front, [picture(20 + index, 224)]))
-            sleeping[arm.name] = (statistics.median(row), statistics.median(isolated))
         finally:
             for server, _ in servers.values():
                 server.stop()
 
-    images: dict[str, dict[int, float]] = {}
     # The first to start reads files from the disk that the others find in memory.
     for arm in reversed(ARMS):
-        servers = serve(arm, bench, logs)
-        try:
-            images[arm.name] = median_s(servers[arm.roles[-1]][1], [1, 4], 448, options.repeats)
-        finally:
-            for server, _ in servers.values():
-                server.stop()
+        for server, _ in serve(arm, tiny, logs).values():
+            server.stop()
 
     ours, theirs = ARMS[0], ARMS[1]
     start = [["server", "sglang-epd", "in-tree EPD", "ratio"]]
@@ -184,17 +161,6 @@ def main() -> None:
     idle += [
         [arm.name, role, f"{arm.idle_percent[role]:.2f}"] for arm in ARMS for role in arm.roles
     ]
-    wake = [["arm", "in a row (ms)", "after 10 s of idleness (ms)", "ratio"]]
-    wake += [
-        [name, f"{row * 1e3:.0f}", f"{alone * 1e3:.0f}", f"{alone / row:.2f}"]
-        for name, (row, alone) in sleeping.items()
-    ]
-    cost = [["arm", "1 image (ms)", "4 images (ms)", "ratio"]]
-    cost += [
-        [arm.name, f"{t[1] * 1e3:.0f}", f"{t[4] * 1e3:.0f}", f"{t[4] / t[1]:.2f}"]
-        for arm in ARMS
-        for t in [images[arm.name]]
-    ]
     machine = ", ".join(
         (
             f"{os.cpu_count()} cores",
@@ -206,15 +172,15 @@ def main() -> None:
     )
     alone = f"{min(colocated.start_s['colocated']):.1f} s"
     held = f"{colocated.memory_mb['colocated']:.0f} MB"
-    page = f"""# Start-up, idleness and the cost of images
+    page = f"""# Start-up, memory and idleness
 
 `.venv/bin/python benchmark/main_job.py`, one run: {machine}.
 
-All arms run on the same CPU platform. Times are medians, of start-up the better of two, the
-first in this order of the arms and the second in the other; memory is the proportional set size
-of a server's processes after its first requests.
+All arms run on the same CPU platform, with a tiny checkpoint; one server starts at a time. Of a
+start-up the better of two is told, the first in this order of the arms and the second in the
+other; memory is the proportional set size of a server's processes after ten requests.
 
-## Start-up and memory (one server starting at a time; memory on the tiny checkpoint)
+## Start-up and memory
 
 {table(start)}
 
@@ -223,14 +189,6 @@ A colocated server started in {alone} and held {held}.
 ## Idle servers ({options.idle_s:.0f} s)
 
 {table(idle)}
-
-## What sleeping costs a request (one 224 px image, one token)
-
-{table(wake)}
-
-## Four distinct 448 px images against one (bench checkpoint, one token)
-
-{table(cost)}
 """
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text(page)

@@ -133,7 +133,7 @@ class Receiver:
 
     @asynccontextmanager
     async def offer(self, endpoint: str, offer: Offer) -> AsyncIterator[Offered]:
-        offered = Offered()
+        offered = Offered(offer.nbytes)
         offered.answer(Grant(offer.ticket, offer.item, 1, 600.0, Inline()))
         yield offered
 

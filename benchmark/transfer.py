@@ -23,8 +23,8 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager, suppress
 from importlib.metadata import version
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -137,6 +137,10 @@ class Ours:
     async def _open(self, remote: RemoteWriter | None) -> Sender:
         return Sender(remote, share_memory=self._landing == "shared")
 
+    def close(self) -> None:
+        self._loop.run_until_complete(self._sender.close())
+        self._loop.close()
+
     def transfer(self, payload: torch.Tensor) -> float:
         ticket = secrets.token_hex(8)
         self._child.put(ticket)
@@ -163,7 +167,8 @@ class Child:
     def __init__(self, target: Any, *arguments: Any) -> None:
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=target, args=(theirs, *arguments), daemon=True)
+        whole = (target, theirs, *arguments)
+        self._process = context.Process(target=_until_hung_up, args=whole, daemon=True)
         self._process.start()
 
     def get(self) -> Any:
@@ -171,6 +176,11 @@ class Child:
 
     def put(self, value: Any) -> None:
         self._pipe.send(value)
+
+
+def _until_hung_up(target: Callable[..., None], *arguments: Any) -> None:
+    with suppress(EOFError):
+        target(*arguments)
 
 
 def _socket_receiver(pipe: Connection, largest: int) -> None:
@@ -250,15 +260,20 @@ def _our_receiver(pipe: Connection, largest: int, landing: str) -> None:
 
 @contextmanager
 def ways(largest: int) -> Iterator[dict[str, Way]]:
-    yield {
-        "memcpy": Memcpy(largest),
-        "raw socket": RawSocket(largest),
-        "raw Mooncake": RawMooncake(largest),
-        "in-tree zmq_to_scheduler": InTree(largest),
-        "sglang-epd, shared memory": Ours(largest, "shared"),
-        "sglang-epd, socket": Ours(largest, "inline"),
-        "sglang-epd, Mooncake": Ours(largest, "remote"),
-    }
+    with (
+        closing(Ours(largest, "shared")) as shared,
+        closing(Ours(largest, "inline")) as inline,
+        closing(Ours(largest, "remote")) as remote,
+    ):
+        yield {
+            "memcpy": Memcpy(largest),
+            "raw socket": RawSocket(largest),
+            "raw Mooncake": RawMooncake(largest),
+            "in-tree zmq_to_scheduler": InTree(largest),
+            "sglang-epd, shared memory": shared,
+            "sglang-epd, socket": inline,
+            "sglang-epd, Mooncake": remote,
+        }
 
 
 def measure(sizes: list[int], repeats: int) -> dict[str, dict[int, list[float]]]:

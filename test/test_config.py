@@ -93,6 +93,7 @@ WRONG = {
     "SGLANG_EPD_RECEIVE_BUDGET_MB": ["1.5", "0", "-1", "2G"],
     "SGLANG_EPD_URL_CACHE_ENTRIES": ["-1", "few"],
     "SGLANG_EPD_SHARED_MEMORY": ["", "2", "maybe"],
+    "SGLANG_EPD_ENCODER_PUSH_NETWORKS": ["10.0.0.1/8", "somewhere"],
 }
 
 
@@ -109,7 +110,12 @@ def test_every_variable_that_the_package_reads_is_known():
     source = "".join(path.read_text() for path in PACKAGE.rglob("*.py"))
     names = set(re.findall(r"SGLANG_EPD_(?:[A-Z]+_)*[A-Z]+\b(?!_)", source))
     assert {"SGLANG_EPD_TOKEN", "SGLANG_EPD_RUN_ID", "SGLANG_EPD_RUN_SECRET"} <= names
-    valid = {"SGLANG_EPD_DISPATCH_POLICY": "shuffle", "SGLANG_EPD_FINGERPRINT": "full"}
+    valid = {
+        "SGLANG_EPD_DISPATCH_POLICY": "shuffle",
+        "SGLANG_EPD_ENCODER_PUSH_NETWORKS": "10.0.0.0/8",
+        "SGLANG_EPD_FINGERPRINT": "full",
+        "SGLANG_EPD_MEDIA_ALLOWED_NETWORKS": "::1/128",
+    }
     for name in sorted(names):
         Settings.from_env({name: valid.get(name, "1")})
 

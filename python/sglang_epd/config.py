@@ -7,6 +7,7 @@ effect, and docs/settings.md is written from it.
 
 from __future__ import annotations
 
+import ipaddress
 import logging
 import os
 from collections.abc import Mapping
@@ -260,10 +261,21 @@ def typed(value: Any) -> str:
     return "" if value is None else str(value)
 
 
+def _check_networks(name: str, parts: list[str]) -> None:
+    try:
+        for part in parts:
+            ipaddress.ip_network(part)
+    except ValueError as error:
+        raise ConfigError(f"{name}: {error}") from None
+
+
 def _read(name: str, raw: str, hint: Any) -> Any:
     try:
         if hint in (Hosts, Networks):
-            return convert([part for one in raw.split(",") if (part := one.strip())], hint)
+            parts = [part for one in raw.split(",") if (part := one.strip())]
+            if hint is Networks:
+                _check_networks(name, parts)
+            return convert(parts, hint)
         if hint in (Text, Folder):
             return raw
         plain = raw.strip().lower()

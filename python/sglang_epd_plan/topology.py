@@ -24,7 +24,7 @@ class Topology(Data, frozen=True):
 
     Attributes:
         encoders: 0 where the servers that prefill encode, too.
-        prefills: servers that prefill, and decode where there are no
+        prefills: servers that prefill, and decode where no server only decodes.
         decodes: servers that only decode.
         policy: of dispatch (`SGLANG_EPD_DISPATCH_POLICY`).
         cells: independent deployments of all of that, which share the requests.

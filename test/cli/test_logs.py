@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from sglang_epd.cli import logs
 from sglang_epd.cli.logs import LogFollower, phase_of
 
 
@@ -25,6 +26,23 @@ def test_a_new_file_is_read_from_its_beginning(tmp_path):
     path.write_text("second\n")
     assert follower.lines() == ["second"]
     assert follower.finish() == []
+
+
+def test_a_long_file_begins_anew_and_its_writer_goes_on(tmp_path, monkeypatch):
+    monkeypatch.setattr(logs, "_MAX_LOG_BYTES", 10)
+    path = tmp_path / "log"
+    follower = LogFollower(path)
+    with path.open("ab", buffering=0) as log:
+        log.write(b"a line\n")
+        assert follower.lines() == ["a line"]
+        follower.shorten()
+        log.write(b"another line\n")
+        assert follower.lines() == ["another line"], "of the same file"
+        follower.shorten()
+        log.write(b"the third\n")
+    assert follower.lines() == ["the third"]
+    assert path.read_bytes() == b"the third\n"
+    assert logs.previous(path).read_bytes() == b"a line\nanother line\n"
 
 
 def test_a_line_without_an_end_takes_bounded_memory(tmp_path):

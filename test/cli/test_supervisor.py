@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from cli.conftest import SERVER, server
+from sglang_epd.cli import logs
 from sglang_epd.cli.lives import Restarts
 from sglang_epd.cli.processes import ServerError
 from sglang_epd.cli.supervisor import Supervisor
@@ -138,6 +139,22 @@ def test_what_is_killed_is_started_again(tmp_path):
     assert supervisor.describe()[0]["restarts"] == 1
     assert (tmp_path / "encoder.log.previous").exists()
     assert not alive(supervisor)
+
+
+def test_logs_of_servers_that_talk_for_days_do_not_grow(tmp_path, monkeypatch):
+    monkeypatch.setattr(logs, "_MAX_LOG_BYTES", 1000)
+    chatty = """
+import itertools, time
+for number in itertools.count():
+    print(number, flush=True)
+    time.sleep(1e-3)
+"""
+    log, recorder = tmp_path / "encoder.log", Recorder()
+    recorder.tick = lambda _waiting: logs.previous(log).exists() and interrupt()
+    supervise(tmp_path, recorder, server("encoder", "encoder", chatty)).run()
+    last = int(logs.previous(log).read_text().split()[-1])
+    went_on = [int(line) for line in log.read_text().split()]
+    assert all(number > last for number in went_on), "at its end, not where it had been"
 
 
 def kill_first(supervisor: Supervisor) -> None:

@@ -21,7 +21,7 @@ from sglang_epd.cli.main import app
 PACKAGE = Path(sglang_epd.__file__).parent
 SOURCES = [path.read_text() for path in sorted(PACKAGE.rglob("*.py"))]
 # Of other programs than SGLang, its router and ours.
-OTHER_FLAGS = {"--build", "--constraint", "--from-literal"}
+OTHER_FLAGS = {"--build", "--constraint", "--cpunodebind", "--from-literal", "--membind"}
 # Of other programs; those that this package leaves to them.
 OTHER_VARIABLES = {
     *("HF_HOME", "HF_HUB_OFFLINE", "SSL_CERT_FILE", "OMP_NUM_THREADS", "GRAFANA_PASSWORD"),

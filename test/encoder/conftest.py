@@ -139,7 +139,7 @@ class Fakes:
 
     @asynccontextmanager
     async def offer(self, endpoint: str, offer: Offer) -> AsyncIterator[Offered]:
-        opened = offer, Offered()
+        opened = offer, Offered(offer.nbytes)
         self.offers.append(offer)
         self.open.append(opened)
         answering = asyncio.create_task(self._answer(*opened))

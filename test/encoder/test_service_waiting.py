@@ -158,11 +158,11 @@ async def test_an_embedding_that_is_there_waits_for_the_receivers_word(
 ):
     """That of a store, say: given away at once, it would be read, or made, again."""
     monkeypatch.setattr(service.admission, "awaiting_memory", lambda _request_id: nullcontext())
-    loop, wanted, offered = asyncio.get_running_loop(), [], Offered()
+    loop, wanted, offered = asyncio.get_running_loop(), [], Offered(16)
     made = loop.create_future()
     made.set_result(None)
     hold = SimpleNamespace(made=made, want=wanted.append)
-    granted = Granted(Grant("t", 0, 1, 30.0, Inline()), until=0.0)
+    granted = Granted(Grant("t", 0, 1, 30.0, Inline()), 0.0, 16)
 
     def say() -> None:
         offered.answered.set_result(not grants)

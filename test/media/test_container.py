@@ -1,8 +1,9 @@
 from __future__ import annotations
 
-from dataclasses import replace
+import math
 
 import pytest
+from msgspec.structs import replace
 
 import clips
 from sglang_epd.errors import MediaError, MediaTooLargeError
@@ -99,7 +100,7 @@ def test_what_is_larger_is_told_by_figures(changes: dict, reason: str) -> None:
     [
         {"frames": 0},
         {"width": 0},
-        {"frames_per_second": None},
+        {"frames_per_second": math.nan},
         {"frames_per_second": 0.0},
         {"frames_per_second": float("nan")},
         {"frames_per_second": float("inf")},

@@ -20,16 +20,24 @@ PICTURE = {"type": "image_url", "image_url": {"url": "data:,x", "detail": "low"}
 
 
 class Worker(BaseHTTPRequestHandler):
-    """A server that notes the bodies of chat requests, and has no encoder for their media."""
+    """A server that notes the bodies of chat requests, and has no encoder for their media.
+
+    Attributes:
+        key: its `--api-key`; empty for none.
+    """
 
     bodies: ClassVar[list[Any]] = []
     encoders = True
+    key = ""
 
     def do_GET(self) -> None:
         self._say({"model_path": "m", "served_model_name": "m"})
 
     def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers["Content-Length"]))
+        if self.key and self.headers["Authorization"] != f"Bearer {self.key}":
+            self._say({"error": "Unauthorized"}, 401)
+            return
         if self.path == "/v1/chat/completions":
             self.bodies.append(json.loads(body))
         answer = {"id": "1", "object": "chat.completion", "created": 1, "model": "m"}
@@ -75,9 +83,11 @@ def router(tmp_path: Path, flags: tuple[str, ...]) -> Iterator[str]:
         worker.server_close()
 
 
-def ask(router: str, *parts: Any, **more: Any) -> int:
+def ask(router: str, *parts: Any, key: str = "", **more: Any) -> int:
     body = {"model": "m", "messages": [{"role": "user", "content": list(parts)}], **more}
-    return requests.post(f"{router}/v1/chat/completions", json=body, timeout=20).status_code
+    told = {"Authorization": f"Bearer {key}"} if key else {}
+    url = f"{router}/v1/chat/completions"
+    return requests.post(url, json=body, headers=told, timeout=20).status_code
 
 
 def test_it_drops_salts_and_options_of_items(router: str) -> None:
@@ -103,3 +113,13 @@ def test_media_without_encoders_close_a_server_to_text_by_its_defaults(
         assert ask(router, PICTURE) == 503
         assert len(Worker.bodies) == number * tries
     assert ask(router, {"type": "text", "text": "What?"}) == text
+
+
+@pytest.mark.parametrize("flags", [(), ("--api-key", "secret")], ids=["servers'", "and its own"])
+def test_users_give_it_the_servers_key(router: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It hands their key on, and checks it where it has one too."""
+    monkeypatch.setattr(Worker, "key", "secret")
+    text = {"type": "text", "text": "What?"}
+    asked = [ask(router, text, key=key) for key in ("secret", "", "another")]
+    assert asked == [200, 401, 401]
+    assert len(Worker.bodies) == 1

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from sglang_epd.transfer import receiver as receiver_module
+from sglang_epd.transfer import sender as sender_module
 from sglang_epd.transfer.receiver import Receiver
 from sglang_epd.transfer.sender import Sender
 from sglang_epd.wire import messages as wire
@@ -108,6 +109,30 @@ async def test_a_grant_that_was_lost_with_its_connection_is_not_quarantined_for_
     await asyncio.wait([asking])
     await scheduler_abandons(scheduler)
     await nothing_held(receiver)
+
+
+async def test_an_encoder_that_had_closed_its_connection_is_asked_on_the_next_one(
+    receiver, link, scheduler, monkeypatch
+):
+    """As after a language server stood still for minutes."""
+    monkeypatch.setattr(sender_module, "_UNUSED_S", -1.0)
+    sender = Sender(dead_s=DEAD_S)
+    try:
+        scheduler.expecting()
+        link.cut_at("grant", after=False)
+        asking = asyncio.create_task(encoded(sender, link.endpoint))
+        await until(lambda: link.cuts)
+        asking.cancel()
+        await asyncio.wait([asking])
+        await sender.close_unused()
+        await scheduler_abandons(scheduler)
+        assert len(receiver._reservations.quarantined) == 1
+        scheduler.expecting("next", "next")
+        offer = wire.Offer("next", 0, KEY, LAYOUT, EMBEDDING.nbytes)
+        await encode(sender, link.endpoint, offer, EMBEDDING, PATIENCE_S)
+        await until(lambda: not receiver._reservations.quarantined)
+    finally:
+        await sender.close()
 
 
 async def scheduler_abandons(scheduler: Scheduler) -> None:

@@ -41,7 +41,7 @@ def offer(item: int = 0, ticket: str = "t") -> wire.Offer:
 
 
 def granted(grant: wire.Grant = INLINE) -> Granted:
-    return Granted(grant, time.monotonic() + grant.ttl_s)
+    return Granted(grant, time.monotonic() + grant.ttl_s, 16)
 
 
 @pytest.fixture
@@ -58,6 +58,7 @@ class Router:
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
         self._socket.bind(f"tcp://127.0.0.1:{port or '*'}")
         self.endpoint = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
         self.peer = b""
@@ -404,6 +405,29 @@ async def test_a_remote_write_that_failed_keeps_its_memory_until_the_engine_is_d
         await sender.close()
 
 
+async def test_a_write_outlives_the_connection_that_it_was_granted_on(router):
+    """One that a server refused for a while, for instance."""
+    done = threading.Event()
+    sender = Sender(remote=FailingEngine(done.is_set))
+    question = wire.Grant("t", 0, 7, 0.0, wire.Inline())
+    try:
+        await fail_to_deliver(sender, router)
+        await sender._close_peer(router.endpoint)
+        await sender.close_unused()
+        async with sender.offer(router.endpoint, offer(1)):
+            await router.receive()
+            await router.say(question)
+            assert await router.silent()
+            done.set()
+            await router.say(question)
+            assert await router.receive() == wire.Withdraw("t", 0, 7)
+        await sender._close_peer(router.endpoint)
+        await sender.close_unused()
+        assert not sender._grants
+    finally:
+        await sender.close()
+
+
 async def test_a_remote_write_that_was_not_begun_gives_its_memory_back(router):
     sender = Sender(remote=FailingEngine(None))
     try:
@@ -632,7 +656,8 @@ async def test_a_peer_that_reads_nothing_costs_the_deadline(sender, deaf_endpoin
     """Chunks pile up until no more are taken."""
     large = torch.zeros(1 << 18, 4 * 64)
     with pytest.raises(DeadlineError):
-        await sender.deliver(deaf_endpoint, granted(), large, 0.3)
+        offered = Granted(INLINE, time.monotonic() + PATIENCE_S, large.nbytes)
+        await sender.deliver(deaf_endpoint, offered, large, 0.3)
 
 
 @pytest.mark.parametrize(
@@ -692,9 +717,10 @@ async def test_unused_connections_are_closed_and_used_ones_are_not(sender, route
         await router.say(wire.Decline("t", 0, "unknown"))
         await offered.decided
     await sender.close_unused()
+    assert router.endpoint not in sender._peers
     async with sender.offer(router.endpoint, offer()):
         await router.receive()
-    assert router.peer != first, "a new connection"
+    assert router.peer == first, "asked by this name about what it wrote before"
 
 
 async def test_nothing_is_left_after_close(receiver, remember, scheduler):

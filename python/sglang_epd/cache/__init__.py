@@ -1,7 +1,6 @@
 """Results of one process that a later request may use again, as plain data.
 
-`encoder` and `language` may import this package; it imports `wire`, `media` and
-`errors`. It holds no clock, socket, thread or configuration.
+It holds no clock, socket, thread or configuration.
 """
 
 from sglang_epd.cache.embeddings import EmbeddingCache, Entry, LayoutCache

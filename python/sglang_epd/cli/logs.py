@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 from pathlib import Path
 
 # A text of a server's log, and the phase of its start-up that begins there.
@@ -20,11 +21,18 @@ FIRST_PHASE = "importing"
 _CHUNK_BYTES = 1 << 20
 # Longer lines are shown in pieces.
 _LINE_BYTES = 64 << 10
+# A log that is longer begins anew: the folder may be in memory.
+_MAX_LOG_BYTES = 64 << 20
 
 
 def phase_of(line: str) -> str:
     """The phase that begins with this line; empty for none."""
     return next((phase for text, phase in PHASES if text in line), "")
+
+
+def previous(path: Path) -> Path:
+    """Where a log's earlier text is, if it had begun anew."""
+    return path.with_name(f"{path.name}.previous")
 
 
 class LogFollower:
@@ -47,6 +55,18 @@ class LogFollower:
             whole.append(self._rest)
             self._rest = b""
         return [line.decode(errors="replace").rstrip("\r") for line in whole]
+
+    def shorten(self) -> None:
+        """Have a file begin anew that has become long; what it had is beside it (`previous`).
+
+        Its writer appends to it. What is written in this moment may be lost.
+        """
+        if self._file < 0 or os.fstat(self._file).st_size < _MAX_LOG_BYTES:
+            return
+        with contextlib.suppress(OSError):  # a full disk needs it the more
+            shutil.copyfile(self._path, previous(self._path))
+        os.truncate(self._path, 0)
+        os.lseek(self._file, 0, os.SEEK_SET)
 
     def finish(self) -> list[str]:
         """All that is left, whole lines or not; the next call reads a new file."""

@@ -213,7 +213,8 @@ class ServerProcess:
         return "\n".join(text.splitlines()[-lines:])
 
     def _begin(self) -> subprocess.Popen[bytes]:
-        with self.log_path.open("wb") as log:
+        self.log_path.unlink(missing_ok=True)
+        with self.log_path.open("ab") as log:  # whoever shortens it, the next line goes to its end
             return subprocess.Popen(
                 [
                     *(sys.executable, "-I", "-S", "-c", _DIE_WITH_PARENT, str(os.getpid())),

@@ -197,8 +197,7 @@ class Decoding:
     def video(self, data: bytes) -> Film:
         """A video, none of whose frames is decoded yet."""
         self._children = self._decoders.films
-        opened, _ = self._look(Look(VIDEO, self._decoders.small_bytes + len(data)), data)
-        facts = VideoFacts(*msgspec.structs.astuple(opened))
+        facts, _ = self._look(Look(VIDEO, self._decoders.small_bytes + len(data)), data)
         return Film(facts, self._decoders.limits, partial(self._frames, facts, data))
 
     def _frames(self, facts: VideoFacts, data: bytes, indices: list[int], before: int) -> Any:

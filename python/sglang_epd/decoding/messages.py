@@ -20,6 +20,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from sglang_epd.errors import MediaError
+from sglang_epd.media import VideoFacts
 
 _LONGEST = 200
 
@@ -122,16 +123,6 @@ class Array(msgspec.Struct, frozen=True, tag="array"):
     shape: tuple[Annotated[int, msgspec.Meta(ge=0)], ...]
 
 
-class Opened(msgspec.Struct, frozen=True, tag="opened"):
-    """A video's header (`media.VideoFacts`)."""
-
-    frames: int
-    width: int
-    height: int
-    frames_per_second: float
-    sound: bool
-
-
 class NotDecoded(msgspec.Struct, frozen=True, tag="failed"):
     """The item failed.
 
@@ -146,6 +137,6 @@ class NotDecoded(msgspec.Struct, frozen=True, tag="failed"):
 
 
 ToChild = Look | ReadFrames | Drop
-ToServer = Needs | Picture | Array | Opened | NotDecoded
+ToServer = Needs | Picture | Array | VideoFacts | NotDecoded
 TO_CHILD: msgspec.msgpack.Decoder[ToChild] = msgspec.msgpack.Decoder(ToChild)
 TO_SERVER: msgspec.msgpack.Decoder[ToServer] = msgspec.msgpack.Decoder(ToServer)

@@ -15,7 +15,7 @@ import numpy as np
 from torchcodec._core import get_container_metadata
 from torchcodec.decoders import VideoDecoder
 
-from sglang_epd.decoding.messages import Array, Opened
+from sglang_epd.decoding.messages import Array
 from sglang_epd.errors import MediaError
 from sglang_epd.media import MediaLimits, VideoFacts, check_container, check_video
 from sglang_epd.processes.packets import new_file
@@ -40,7 +40,8 @@ class Video:
         self._shape = int(height), int(width)
         streams = get_container_metadata(self._decoder._decoder)
         sound = streams.best_audio_stream_index is not None
-        return VideoFacts(len(self._decoder), int(width), int(height), told.average_fps, sound)
+        rate = told.average_fps or math.nan
+        return VideoFacts(len(self._decoder), int(width), int(height), rate, sound)
 
     def read(self, indices: list[int], threads: int) -> tuple[Array, list[int]]:
         """Frames, in a file in memory.
@@ -89,7 +90,7 @@ class Video:
         return VideoDecoder(self._data, dimension_order="NHWC")
 
 
-def open_video(data: bytes, limits: MediaLimits) -> tuple[Video, Opened]:
+def open_video(data: bytes, limits: MediaLimits) -> tuple[Video, VideoFacts]:
     """A video that is within the limits.
 
     Raises:
@@ -100,6 +101,4 @@ def open_video(data: bytes, limits: MediaLimits) -> tuple[Video, Opened]:
     video = Video(data)
     facts = video.facts()
     check_video(facts, limits)
-    assert facts.frames_per_second is not None  # or it was refused
-    rate = facts.frames_per_second
-    return video, Opened(facts.frames, facts.width, facts.height, rate, facts.sound)
+    return video, facts

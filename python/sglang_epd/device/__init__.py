@@ -2,7 +2,7 @@
 
 `cuda` is the only file of the package that calls `torch.cuda`; `Host` does all at once. The
 tests have a third device, which runs what it is given as late, and in as odd an order, as
-CUDA permits. Imports nothing of the package.
+CUDA permits.
 """
 
 from __future__ import annotations

@@ -3,5 +3,5 @@
 `policies` choose, by what `work` tells them of the items; `client` speaks to one encoder,
 `dispatcher` runs one request's items to their end. `pool` holds the known encoders; `watcher`
 keeps it true with `registry` (encoders announce themselves), `prober` (their state) and `names`
-(the addresses of a name). May import `wire`, `media`, `trust`, `errors`; knows nothing of SGLang.
+(the addresses of a name). Knows nothing of SGLang.
 """

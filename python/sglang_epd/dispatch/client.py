@@ -29,6 +29,7 @@ from sglang_epd.errors import (
     from_code,
 )
 from sglang_epd.media.resolver import SystemResolver
+from sglang_epd.trust import Trust
 from sglang_epd.wire import rpc
 from sglang_epd.wire.http import (
     CONTENT_TYPE,
@@ -51,7 +52,7 @@ class EncoderClient:
     """
 
     def __init__(self, token: str = "", tls: ssl.SSLContext | None = None) -> None:
-        self._headers = {"Authorization": f"Bearer {token}"} if token else {}
+        self._headers = Trust(token).headers()
         self._http = Http(tls)
         self._rpc: Transport | None = None
 

@@ -191,12 +191,12 @@ class Pool:
         """An encoder that `owner` vouches for; known ones get one owner more."""
         with self._lock:
             self._join(url).owners.add(owner)
-        self.look(_clean(url))
+        self.look(url)
 
     def remove(self, url: str, owner: str) -> None:
         """`owner` does not vouch for it any more; without an owner it is gone."""
         with self._lock:
-            encoder = self._encoders.get(_clean(url))
+            encoder = self._encoders.get(url)
             if encoder is None:
                 return
             encoder.owners.discard(owner)
@@ -383,7 +383,6 @@ class Pool:
         self.look(encoder.url)
 
     def _join(self, url: str) -> _Encoder:
-        url = _clean(url)
         encoder = self._encoders.get(url)
         if encoder is None:
             encoder = self._encoders[url] = _Encoder(url)
@@ -463,7 +462,3 @@ def usable(views: Iterable[View]) -> list[View]:
 def _lose(encoder: _Encoder) -> None:
     for lose in encoder.attempts:
         lose()
-
-
-def _clean(url: str) -> str:
-    return url.rstrip("/")

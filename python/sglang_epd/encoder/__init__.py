@@ -4,6 +4,4 @@
 through its stages. `tower` is the contract of a tower; `towers` decides whether the towers are
 in this process or in workers. Three rooms: `pipeline` (items from their bytes to their embedding),
 `model` (SGLang's tower and media processor) and `workers` (towers in processes of their own).
-May import `transfer`, `media`, `wire`, `observability`, `config` and `errors`; only `model`,
-`towers` and `server` touch SGLang.
 """

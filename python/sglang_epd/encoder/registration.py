@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 import aiohttp
 
+from sglang_epd.dispatch.registry import LEASE_S
 from sglang_epd.media.resolver import SystemResolver
 from sglang_epd.wire.http import open_session
 
@@ -63,7 +64,7 @@ class Registration:
         namespace: str,
         headers: dict[str, str],
         tls: ssl.SSLContext,
-        lease_s: float = 15.0,
+        lease_s: float = LEASE_S,
         retry_s: float = 1.0,
     ) -> None:
         self._url = url

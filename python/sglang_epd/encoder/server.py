@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import atexit
-import ipaddress
 import logging
 import os
 import resource
@@ -76,7 +75,6 @@ def launch(server_args: Any) -> None:
         get_disagg,
         get_mm,
         get_model,
-        get_observability,
         get_serving,
         publish,
     )
@@ -88,9 +86,7 @@ def launch(server_args: Any) -> None:
     _configure_logs(server_args)
     publish(server_args, role="encoder")
     _announce_unread()
-    limits = MediaLimits.from_env(
-        hosts=get_mm().allowed_media_domains, url_mb=get_mm().media_url_max_file_size_mb
-    )
+    limits = MediaLimits.of(get_mm())
     capacity = cache_bytes(enabled=get_mm().enable_prefix_mm_cache)
     serving = get_serving()
     trust = Trust.of(settings.token, serving)
@@ -158,20 +154,7 @@ def launch(server_args: Any) -> None:
             answering = Answering(service, metrics, trust, _body_bytes(limits), begin_span)
             rpc_server = front.rpc_server(answering, settings)
             house = _housekeeping(service, sender, towers, metrics, rpc_server)
-            config = uvicorn.Config(
-                create_app(answering, info, towers=towers, lifespan=house),
-                host=serving.host,
-                port=front.http_port or 0,
-                log_level=(get_observability().log_level_http or "warning"),
-                access_log=False,
-                proxy_headers=False,
-                loop="uvloop",
-                http=PromptHeads,
-                timeout_keep_alive=75,
-                timeout_graceful_shutdown=CLOSE_S,
-                lifespan="on",
-                **tls_options(trust),
-            )
+            config = front.config(create_app(answering, info, towers=towers, lifespan=house), trust)
             if serving.enable_ssl_refresh:
                 stack.callback(follow_certificates(config, trust))
             logger.info(
@@ -210,14 +193,9 @@ class _Front:
         """By the flags.
 
         Raises:
-            ConfigError: a setting is no network, or would have no effect.
+            ConfigError: a setting would have no effect.
         """
-        place = f"{serving.host}:{serving.port}"
-        for network in settings.encoder_push_networks:
-            try:
-                ipaddress.ip_network(network)
-            except ValueError as error:
-                raise ConfigError(f"SGLANG_EPD_ENCODER_PUSH_NETWORKS: {error}") from None
+        place = host_port(serving.host, serving.port)
         if serving.smg_grpc_mode or serving.grpc_mode:
             return cls("grpc", f"grpc://{place}", settings.encoder_http_port)
         for name in ("encoder_http_port", "encoder_push_networks"):
@@ -229,6 +207,24 @@ class _Front:
     def sockets(self) -> list[socket.socket] | None:
         """Uvicorn's, beside the port: without one it is there for signals and the lifespan."""
         return [] if self.http_port is None else None
+
+    def config(self, app: FastAPI, trust: Trust) -> uvicorn.Config:
+        from sglang.srt.runtime_context import get_observability, get_serving
+
+        return uvicorn.Config(
+            app,
+            host=get_serving().host,
+            port=self.http_port or 0,
+            log_level=(get_observability().log_level_http or "warning"),
+            access_log=False,
+            proxy_headers=False,
+            loop="uvloop",
+            http=PromptHeads,
+            timeout_keep_alive=75,
+            timeout_graceful_shutdown=CLOSE_S,
+            lifespan="on",
+            **tls_options(trust),
+        )
 
     def rpc_server(self, answering: Answering, settings: Settings) -> RpcServer | None:
         if self.scheme != "grpc":

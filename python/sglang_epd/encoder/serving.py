@@ -11,10 +11,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 import signal
 import socket
-import sys
 import time
 from collections.abc import Coroutine
 from types import FrameType
@@ -25,6 +23,7 @@ from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from sglang_epd.encoder.registration import Registration
 from sglang_epd.encoder.service import EncoderService
+from sglang_epd.processes.forker import leave
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +71,7 @@ class DrainingServer(uvicorn.Server):
             if self._limit is not None:
                 self._limit.cancel()
         if self._broken.is_set():
-            _end(1)
+            leave(1)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
@@ -129,15 +128,7 @@ def run(serving: Coroutine[Any, Any, None]) -> None:
 
 def _give_up() -> NoReturn:
     logger.critical("This encoder ends; something that it has begun has not ended in %d s", END_S)
-    _end(1)
-
-
-def _end(status: int) -> NoReturn:
-    """At once: a thread that is stuck in a forward pass would be waited for."""
-    logging.shutdown()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)
+    leave(1)
 
 
 class SeldomMalformed(logging.Filter):

@@ -348,7 +348,7 @@ class _Taken:
 
     @asynccontextmanager
     async def offer(self, _endpoint: str, offer: Offer) -> AsyncIterator[Offered]:
-        offered = Offered()
+        offered = Offered(offer.nbytes)
         offered.answer(Grant(offer.ticket, offer.item, 1, _REQUEST_S, Inline()))
         yield offered
 

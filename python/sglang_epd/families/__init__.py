@@ -4,7 +4,6 @@ than a colocated server.
 Nothing here lists the former: `adapter` drives SGLang's own processor of the model that is
 served, and `proof` finds out at start-up whether a prompt can be laid out without its
 media. The families that differ from the others are in `family`, each with the reason.
-The encoder and the seams import this; it imports `media` and `errors`, and SGLang.
 """
 
 from __future__ import annotations

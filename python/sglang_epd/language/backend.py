@@ -303,9 +303,10 @@ class Leader:
             needed = expect.items - len(covered)
             claim.span = self._resume(expect.trace).child("epd_wait_for_items", items=needed)
         self._open[name] = claim
-        early = self.early is not None and request is not None and prompt is not None
+        early = False
         if self.early is not None and request is not None and prompt is not None:
             self.early.follow(name, request, expect, covered, prompt=prompt, span=claim.span)
+            early = True
         self._claims.claim(name, expect, covered, prefix=prefix, early=early)
 
     def _given_up(self, now: float) -> list[Any]:

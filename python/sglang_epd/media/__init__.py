@@ -1,9 +1,7 @@
 """An item before an encoder sees it: source, digest, limits, safe fetching, decoding.
 
-Anything in the package may import this one; it imports nothing of the package
-but `errors` and `processes`, nothing of SGLang, and reads no configuration besides
-`MediaLimits.from_env`. It never hands media, credentials or query strings to a
-message: `display` is the only way a source is shown.
+It reads no configuration besides that of `MediaLimits`, and never hands media, credentials or
+query strings to a message: `display` is the only way a source is shown.
 """
 
 from sglang_epd.media.address import AddressPolicy

@@ -9,7 +9,8 @@ them bounds memory and time (`decoding`).
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+
+import msgspec
 
 from sglang_epd.errors import MediaError, MediaTooLargeError
 from sglang_epd.media.limits import MediaLimits
@@ -76,21 +77,20 @@ def _after_tag(data: bytes) -> int:
     return 10 + size
 
 
-@dataclass(frozen=True)
-class VideoFacts:
+class VideoFacts(msgspec.Struct, frozen=True, tag="opened"):
     """A video stream.
 
     Attributes:
         frames: how many there are in the file.
         width, height: of a frame, in pixels.
-        frames_per_second: on average; None where the file does not say.
+        frames_per_second: on average; NaN where the file does not say.
         sound: whether the file has a track of it beside the pictures.
     """
 
     frames: int
     width: int
     height: int
-    frames_per_second: float | None
+    frames_per_second: float
     sound: bool = False
 
 
@@ -113,7 +113,7 @@ def check_video(facts: VideoFacts, limits: MediaLimits) -> None:
             f"limit {limits.max_video_pixels} px a frame"
         )
     rate = facts.frames_per_second
-    if rate is None or not _SLOWEST <= rate <= _FASTEST:  # written so that NaN fails too
+    if not _SLOWEST <= rate <= _FASTEST:  # written so that NaN fails too
         raise MediaError("the video's frame rate cannot be right")
 
 

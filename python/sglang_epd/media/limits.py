@@ -83,6 +83,19 @@ class MediaLimits:
         return msgspec.convert(plain, cls, dec_hook=lambda kind, value: kind(value))
 
     @classmethod
+    def of(cls, flags: Any) -> MediaLimits:
+        """The limits of `Settings` and of SGLang's flags.
+
+        Args:
+            flags: `allowed_media_domains` and `media_url_max_file_size_mb`.
+
+        Raises:
+            ConfigError: as of `from_env`.
+        """
+        hosts, url_mb = flags.allowed_media_domains, flags.media_url_max_file_size_mb
+        return cls.from_env(hosts=hosts, url_mb=url_mb)
+
+    @classmethod
     def from_env(
         cls,
         env: Mapping[str, str] | None = None,
@@ -102,11 +115,6 @@ class MediaLimits:
         """
         told = Settings.from_env(env)
         domains, root = told.media_allowed_domains, told.media_local_root.strip()
-        for network in told.media_allowed_networks:
-            try:
-                ipaddress.ip_network(network)
-            except ValueError as error:
-                raise ConfigError(f"SGLANG_EPD_MEDIA_ALLOWED_NETWORKS: {error}") from None
         for name in domains:
             _check_host("SGLANG_EPD_MEDIA_ALLOWED_DOMAINS", name)
         for name in hosts:

@@ -11,7 +11,9 @@ from __future__ import annotations
 import ctypes
 import gc
 import importlib
+import logging
 import os
+import pkgutil
 import resource
 import select
 import signal
@@ -126,15 +128,20 @@ class _Forker:
             os.nice(told.nice)  # only here: modules are imported once, and a user waits for it
             for fd in (self._end.detach(), *self._children):
                 os.close(fd)
-            module, _, name = told.factory.partition(":")
-            getattr(importlib.import_module(module), name)(end, told.options)
+            pkgutil.resolve_name(told.factory)(end, told.options)
             status = 0
         except BaseException:
             traceback.print_exc()
         finally:
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(status)
+            leave(status)
+
+
+def leave(status: int) -> NoReturn:
+    """End this process at once: threads that are stuck would be waited for."""
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
 
 
 def main() -> None:

@@ -348,9 +348,7 @@ def create(
         return None
     from sglang_epd.observability.language import DecisionMetrics
 
-    limits = MediaLimits.from_env(
-        hosts=get_mm().allowed_media_domains, url_mb=get_mm().media_url_max_file_size_mb
-    )
+    limits = MediaLimits.of(get_mm())
     least = envs.SGLANG_ENCODER_DISPATCH_MIN_ITEMS.get()
     logger.info("EPD: this server holds its tower, and requests of fewer than %d items stay", least)
     return Adaptive(

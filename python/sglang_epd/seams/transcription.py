@@ -33,9 +33,7 @@ async def create(original: Any, serving: Any, audio_data: bytes, *args: Any, **o
         return await original(serving, audio_data, *args, **options)
     if serving._adapter.max_audio_clip_s is not None:
         return serving.create_error_response("this model transcribes no recordings here")
-    limits = MediaLimits.from_env(
-        hosts=get_mm().allowed_media_domains, url_mb=get_mm().media_url_max_file_size_mb
-    )
+    limits = MediaLimits.of(get_mm())
     try:
         check_audio(audio_data, limits)
         await asyncio.to_thread(_read_header, audio_data)

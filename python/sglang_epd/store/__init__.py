@@ -1,7 +1,6 @@
 """Embeddings beyond one process: Mooncake Store, a folder of files.
 
-The encoder may import this package; it imports `wire` and `errors`. It keeps embeddings by
-key, and decides when to leave a store alone.
+It keeps embeddings by key, and decides when to leave a store alone.
 """
 
 from sglang_epd.store.entry import StoredEntry

@@ -35,7 +35,7 @@ class Granted:
 
     message: wire.Grant
     until: float
-    nbytes: int | None = None
+    nbytes: int
     used: bool = False
     way: str = ""
     sent: int = 0
@@ -51,7 +51,7 @@ class Offered:
         decided: the grant or the decline.
     """
 
-    def __init__(self, nbytes: int | None = None) -> None:
+    def __init__(self, nbytes: int) -> None:
         loop = asyncio.get_running_loop()
         self.nbytes = nbytes
         self.answered: asyncio.Future[bool] = loop.create_future()

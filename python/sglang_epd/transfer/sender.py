@@ -20,6 +20,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from hashlib import blake2b
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -84,13 +85,16 @@ class _Peer:
     """A language server; its socket is replaced when its connection breaks."""
 
     endpoint: str
-    # The same without its secret.
+    # Only the server hears it, and asks by it about grants of earlier connections. A connection
+    # is taken over by it.
+    name: bytes
+    # Grants under which something may be written yet, and of each what says whether that has
+    # ended. They outlive the peer.
+    grants: dict[_Name, Callable[[], bool]]
+    # The endpoint without its secret.
     place: str = field(init=False)
     # Why nothing is offered there, until a connection is made.
     out_of_reach: UnreachableError | None = None
-    # A connection is taken over by this name, which only the server hears. A name of ROUTER's
-    # own making begins with a zero.
-    name: bytes = field(default_factory=lambda: b"e" + secrets.token_bytes(16))
     socket: zmq.asyncio.Socket = field(init=False)
     events: zmq.asyncio.Socket = field(init=False)
     keeper: asyncio.Task[None] = field(init=False)
@@ -102,9 +106,6 @@ class _Peer:
     # An item has one offer, then one payload, open at a time.
     offers: dict[tuple[str, int], tuple[wire.Offer, Offered]] = field(default_factory=dict)
     acks: dict[_Name, asyncio.Future[wire.Ack]] = field(default_factory=dict)
-    # Grants under which something may be written yet, and of each what says whether that has
-    # ended.
-    grants: dict[_Name, Callable[[], bool]] = field(default_factory=dict)
     # For its remote writes: those to a server that is frozen hold up no other's.
     writing: ThreadPoolExecutor = field(
         default_factory=lambda: ThreadPoolExecutor(WRITES_AT_A_TIME, "epd-write")
@@ -137,7 +138,10 @@ class Sender:
         self._context = zmq.asyncio.Context()
         # Three for each language server of the last minutes.
         self._context.set(zmq.MAX_SOCKETS, _MAX_SOCKETS)
+        self._secret = secrets.token_bytes(32)
         self._peers: dict[str, _Peer] = {}
+        # By endpoint; see `_Peer`.
+        self._grants: dict[str, dict[_Name, Callable[[], bool]]] = {}
         self._closed = False
         self._remote = remote
         self._dead_ms = int(dead_s * 1e3)
@@ -257,9 +261,11 @@ class Sender:
         """Close the sockets of servers that nothing was sent to for a while."""
         oldest = time.monotonic() - _UNUSED_S
         for endpoint, peer in list(self._peers.items()):
-            writes = not all(ended() for ended in peer.grants.values())
-            if not (peer.offers or peer.acks or writes) and peer.used < oldest:
+            if not (peer.offers or peer.acks or _writes(peer.grants)) and peer.used < oldest:
                 await self._close_peer(endpoint)
+        for endpoint in self._grants.keys() - self._peers.keys():
+            if not _writes(self._grants[endpoint]):
+                del self._grants[endpoint]
         await asyncio.get_running_loop().run_in_executor(self._sharing, self._shared.forget_gone)
 
     async def _write(
@@ -418,11 +424,16 @@ class Sender:
         if peer is None:
             if self._closed:
                 raise UnavailableError("this encoder is shutting down")
-            peer = _Peer(endpoint)
+            peer = _Peer(endpoint, self._name_for(endpoint), self._grants.setdefault(endpoint, {}))
             self._dial(peer)
             peer.keeper = asyncio.create_task(self._keep(peer), name="keep a payload channel")
             self._peers[endpoint] = peer
         return peer
+
+    def _name_for(self, endpoint: str) -> bytes:
+        """The same for all connections to an endpoint; a name of ROUTER's own making begins with
+        a zero."""
+        return b"e" + blake2b(endpoint.encode(), digest_size=16, key=self._secret).digest()
 
     def _dial(self, peer: _Peer) -> None:
         # An asker names the endpoint, and may not reach this machine's own sockets by it.
@@ -563,10 +574,10 @@ class Sender:
         else:
             logger.warning("Dropped a %s of a language server", type(message).__name__)
 
-    def _prepare(self, peer: _Peer, grant: wire.Grant, nbytes: int | None) -> None:
+    def _prepare(self, peer: _Peer, grant: wire.Grant, nbytes: int) -> None:
         """Have the place of a payload mapped by the time that the payload is there."""
         landing = grant.landing
-        if nbytes is None or nbytes < _SMALL_BYTES:
+        if nbytes < _SMALL_BYTES:
             return
         if not isinstance(landing, wire.Shared) or not peer.shares:
             return
@@ -590,6 +601,10 @@ class Sender:
         for ack in peer.acks.values():
             if not ack.done():
                 ack.set_exception(error)
+
+
+def _writes(grants: dict[_Name, Callable[[], bool]]) -> bool:
+    return not all(ended() for ended in grants.values())
 
 
 def _remote_write(
@@ -623,7 +638,7 @@ def _payload(granted: Granted, embedding: torch.Tensor) -> memoryview:
         EncodeError: they are not as many as were offered.
     """
     payload = tensor_frame(embedding)
-    if granted.nbytes not in (None, payload.nbytes):
+    if payload.nbytes != granted.nbytes:
         # The bytes beside it in the receiver's memory belong to another item.
         raise EncodeError(f"{payload.nbytes} bytes, {granted.nbytes} were offered")
     return payload

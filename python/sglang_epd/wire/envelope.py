@@ -35,6 +35,6 @@ def open_envelope(frame: bytes | memoryview, max_bytes: int) -> memoryview:
     if major != MAJOR:
         raise ProtocolError(
             f"peer speaks protocol version {major}, this server {MAJOR}: "
-            "run the same major version of sglang-epd on both"
+            "run releases of sglang-epd with one protocol on both"
         )
     return view[len(_HEADER) :]

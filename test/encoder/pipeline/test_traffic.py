@@ -49,7 +49,7 @@ class Receivers:
 
     @asynccontextmanager
     async def offer(self, endpoint: str, offer: Offer) -> AsyncIterator[Offered]:
-        offered = Offered()
+        offered = Offered(offer.nbytes)
         self.open.add(offered)
         answering = asyncio.create_task(self.answer(offer, offered))
         try:

@@ -78,8 +78,8 @@ async def _knock(
     urls: Sequence[str], token: str, ca_certs: str
 ) -> list[tuple[str, bool | None, float | None]]:
     """Of each encoder: whether it would take requests from here, and its clock against ours."""
-    headers = {"Authorization": f"Bearer {token}"} if token else {}
-    tls = Trust(ca_certs=ca_certs).client_ssl()
+    trust = Trust(token, ca_certs=ca_certs)
+    headers, tls = trust.headers(), trust.client_ssl()
     async with open_session(headers, ssl=tls) as session:
 
         async def knock(url: str) -> tuple[str, bool | None, float | None]:

@@ -12,9 +12,9 @@ answer, so that accepted items can be finished.
 from __future__ import annotations
 
 import asyncio
-import importlib
 import logging
 import os
+import pkgutil
 import socket
 import sys
 import traceback
@@ -40,7 +40,7 @@ from sglang_epd.encoder.workers.channel import (
     write_tensor,
 )
 from sglang_epd.errors import EncodeError, EpdError
-from sglang_epd.processes.forker import depend_on
+from sglang_epd.processes.forker import depend_on, leave
 from sglang_epd.processes.packets import Channel, close_all, read_file, receive_now, send_now
 
 logger = logging.getLogger(__name__)
@@ -157,15 +157,8 @@ def main() -> NoReturn:
         asyncio.run(_serve(socket.socket(fileno=fd)))
     except BaseException:
         traceback.print_exc()
-        _exit(1)
-    _exit(0)
-
-
-def _exit(status: int) -> NoReturn:
-    """At once: threads in a forward pass would be waited for."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)
+        leave(1)
+    leave(0)
 
 
 async def _serve(end: socket.socket) -> None:
@@ -175,14 +168,13 @@ async def _serve(end: socket.socket) -> None:
         return
     assert isinstance(start, Start)
     try:
-        module, _, name = start.factory.partition(":")
-        engine = getattr(importlib.import_module(module), name)(start.options)
+        engine = pkgutil.resolve_name(start.factory)(start.options)
         await engine.warm_up()
     except Exception as error:
         # First, as the front kills its workers when it hears of it.
         traceback.print_exception(error)
         send_now(end, Failed(0, type(error).__name__, str(error)))
-        _exit(1)
+        leave(1)
     keep_for_good()
     modalities = list(engine.modalities)
     ready = Ready(engine.preparers, engine.depth, engine.dtype, modalities, engine.weights_bytes)
@@ -192,7 +184,7 @@ async def _serve(end: socket.socket) -> None:
     tidying = asyncio.create_task(memory, name="give memory back")
     await worker.serve(ready)
     tidying.cancel()
-    _exit(0)
+    leave(0)
 
 
 if __name__ == "__main__":

@@ -54,7 +54,7 @@ SIDEWAYS |= {("media", "config"), ("media", "processes"), ("checkpoint", "errors
 SIDEWAYS |= {("schema", "errors"), ("profile", "errors"), ("profile", "schema")}
 SIDEWAYS |= {("emulated", "config"), ("emulated", "profile")}
 # What the platform imports of the rest: all but the first for an emulated accelerator.
-OF_PLATFORM = {"deferred", "emulated", "errors", "observability", "profile"}
+OF_PLATFORM = {"deferred", "emulated", "entry", "errors", "observability", "profile"}
 # Who may import sglang; only platform while it is being imported itself.
 SGLANG = {
     "plugin.py",

@@ -35,6 +35,11 @@ def about(request: str, item: int | None = None) -> Iterator[None]:
         _item.reset(which)
 
 
+def subject() -> str:
+    """The request that lines written here name; empty for none."""
+    return _request.get()
+
+
 def install() -> None:
     """Have this process's own loggers say whose request a line is about."""
     ours = logging.getLogger(_OURS)

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import os
+
 from sglang_epd.cli import logs
 from sglang_epd.cli.logs import LogFollower, phase_of
 
@@ -42,7 +44,34 @@ def test_a_long_file_begins_anew_and_its_writer_goes_on(tmp_path, monkeypatch):
         log.write(b"the third\n")
     assert follower.lines() == ["the third"]
     assert path.read_bytes() == b"the third\n"
-    assert logs.previous(path).read_bytes() == b"a line\nanother line\n"
+    assert logs.earlier(path).read_bytes() == b"a line\nanother line\n"
+
+
+def test_a_removed_file_is_shortened_too(tmp_path, monkeypatch):
+    """Its server writes on."""
+    monkeypatch.setattr(logs, "_MAX_LOG_BYTES", 10)
+    path = tmp_path / "log"
+    follower = LogFollower(path)
+    with path.open("ab", buffering=0) as log:
+        log.write(b"a line that is long\n")
+        assert follower.lines() == ["a line that is long"]
+        path.unlink()
+        follower.shorten()
+        assert os.fstat(log.fileno()).st_size == 0
+    assert logs.earlier(path).read_bytes() == b"a line that is long\n"
+
+
+def test_a_file_is_read_before_it_is_shortened(tmp_path, monkeypatch):
+    monkeypatch.setattr(logs, "_MAX_LOG_BYTES", 10)
+    monkeypatch.setattr(logs, "_CHUNK_BYTES", 8)
+    path = tmp_path / "log"
+    follower = LogFollower(path)
+    path.write_bytes(b"first\nsecond\n")
+    assert follower.lines() == ["first"]
+    follower.shorten()
+    assert follower.lines() == ["second"]
+    follower.shorten()
+    assert path.read_bytes() == b""
 
 
 def test_a_line_without_an_end_takes_bounded_memory(tmp_path):

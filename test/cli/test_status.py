@@ -12,6 +12,8 @@ from typer.testing import CliRunner
 
 from integration.listener import QuietHandler, listening, url_of
 from sglang_epd.cli import runs
+from sglang_epd.cli.checks import Verdict
+from sglang_epd.cli.checks.servers import servers
 from sglang_epd.cli.main import app
 from sglang_epd.cli.probes import ServerView, Target, ask, target
 from sglang_epd.cli.processes import free_port
@@ -126,6 +128,40 @@ def test_an_encoder_that_drains_is_draining(serve):
 def test_answers_that_make_no_sense_are_a_problem_and_no_crash(serve, changed):
     (view,) = ask([target(serve({**ENCODER, **changed}))])
     assert "cannot be understood" in view.problem
+
+
+def test_towers_that_do_not_work_are_a_problem(serve):
+    told = json.loads(ENCODER["/v1/status"][1]) | {"towers": [{"alive": True}, {"alive": False}]}
+    url = serve({**ENCODER, "/v1/status": (200, json.dumps(told))})
+    (view,) = ask([target(url)])
+    assert (view.state, view.problem) == ("ready", "1 of 2 vision towers do not work")
+    assert CliRunner().invoke(app, ["status", url]).exit_code == 1
+    (found, *_) = servers([target(url)], "")
+    assert (found.verdict, found.mend) == (Verdict.FAIL, "its log says why; start it again")
+
+
+@pytest.mark.parametrize(
+    ("states", "verdict"),
+    [
+        ({"ready": 2}, None),
+        ({"ready": 1, "misfit": 1}, Verdict.WARN),
+        ({"misfit": 1, "open": 1}, Verdict.FAIL),
+    ],
+)
+def test_a_language_server_that_sees_no_encoder_is_found(serve, states, verdict):
+    lines = [f'sglang:epd_dispatch_encoders{{state="{one}"}} {n}.0' for one, n in states.items()]
+    head, _, _ = PREFILL["/metrics"][1].partition("sglang:epd_dispatch_encoders")
+    url = serve({**PREFILL, "/metrics": (200, head + "\n".join(lines) + "\n")})
+    seen = [one for one in servers([target(url)], "") if "sees encoders as" in one.found]
+    assert [one.verdict for one in seen] == ([verdict] if verdict else [])
+    shown = CliRunner().invoke(app, ["status", url])
+    assert shown.exit_code == (verdict is Verdict.FAIL)
+
+
+def test_what_a_server_does_not_tell_is_said(serve):
+    found = [*servers([target(serve({"/health": (200, "")}))], "")]
+    assert [one.verdict for one in found] == [Verdict.OK, Verdict.WARN]
+    assert "--enable-metrics" in found[1].found
 
 
 def test_a_stranger_cannot_write_to_the_terminal(serve):

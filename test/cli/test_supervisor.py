@@ -138,6 +138,7 @@ def test_what_is_killed_is_started_again(tmp_path):
     assert {"down", "ready"} <= set(changes)
     assert supervisor.describe()[0]["restarts"] == 1
     assert (tmp_path / "encoder.log.previous").exists()
+    assert recorder.lines.count(("encoder", "Uvicorn running")) == 2, "of each life once"
     assert not alive(supervisor)
 
 
@@ -150,9 +151,9 @@ for number in itertools.count():
     time.sleep(1e-3)
 """
     log, recorder = tmp_path / "encoder.log", Recorder()
-    recorder.tick = lambda _waiting: logs.previous(log).exists() and interrupt()
+    recorder.tick = lambda _waiting: logs.earlier(log).exists() and interrupt()
     supervise(tmp_path, recorder, server("encoder", "encoder", chatty)).run()
-    last = int(logs.previous(log).read_text().split()[-1])
+    last = int(logs.earlier(log).read_text().split()[-1])
     went_on = [int(line) for line in log.read_text().split()]
     assert all(number > last for number in went_on), "at its end, not where it had been"
 

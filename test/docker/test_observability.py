@@ -84,12 +84,23 @@ def test_every_name_in_every_query_exists(query, ours, sglang_metrics):
     assert found
     labels = set(ADDED)
     for selector in found:
-        assert selector.name in ours or selector.name in sglang_metrics, selector.name
+        assert selector.name in {*ours, *sglang_metrics, "up"}, selector.name
         labels |= ours.get(selector.name, set())
-        asked = {matcher.name for matcher in selector.matchers.matchers}
+        asked = {matcher.name for matcher in selector.matchers.matchers} - {"instance"}
         bounds = {"le"} if selector.name.endswith("_bucket") else set()
         assert asked <= ours.get(selector.name, set()) | bounds, selector.name
     assert set(grouped(parsed)) <= labels
+
+
+def test_every_panel_shows_the_servers_that_are_chosen():
+    (chosen,) = dashboard()["templating"]["list"]
+    assert (chosen["name"], chosen["allValue"]) == ("instance", ".*")
+    for panel in dashboard()["panels"]:
+        for target in panel.get("targets", ()):
+            parsed = promql_parser.parse(target["expr"].replace("$__rate_interval", "1m"))
+            for one in selectors(parsed):
+                told = [(matcher.name, matcher.value) for matcher in one.matchers.matchers]
+                assert ("instance", "$instance") in told, panel["title"]
 
 
 def test_the_selectors_are_found_wherever_they_stand():
@@ -201,3 +212,91 @@ def check(folder, text):
 @pytest.mark.parametrize(("of", "more"), [("dispatch", ',loop="tokenizer"'), ("encoder", "")])
 def test_a_loop_that_stands_still_raises_an_alert_and_no_other_does(tmp_path, of, more):
     check(tmp_path, _STALLS.format(alerts=OBSERVABILITY / "alerts.yaml", of=of, more=more))
+
+
+_RULES = """
+rule_files: [{alerts}]
+evaluation_interval: 15s
+tests:
+  - interval: 15s
+    input_series:
+      - series: '{series}'
+        values: '{values}'
+{more}
+    promql_expr_test:
+      - expr: count by (instance) (ALERTS{{alertname="{alert}",alertstate="firing"}})
+        eval_time: 15m
+        exp_samples: [{{labels: '{{instance="a"}}', value: 1}}]
+"""
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not in PATH")
+@pytest.mark.parametrize(
+    ("alert", "series", "values", "more"),
+    [
+        # Left out for five seconds at each request, ready between.
+        (
+            "EpdNamespaceMismatch",
+            'sglang:epd_dispatch_moves_total{instance="a",state="misfit"}',
+            "0x3 1x3 2x3 3x50",
+            {'sglang:epd_dispatch_encoders{instance="a",state="misfit"}': "0x3 1 0x60"},
+        ),
+        (
+            "EpdServerRestarts",
+            'sglang:epd_encoder_loop_lag_seconds_count{instance="a"}',
+            "0+10x10 0+10x10 0+10x40",
+            {'sglang:epd_encoder_loop_lag_seconds_count{instance="b"}': "0+10x10 0+10x50"},
+        ),
+        (
+            "EpdServerDown",
+            'up{instance="a"}',
+            "1x20 0x40",
+            {
+                'sglang:epd_decode_prompts_total{instance="a",layout="known"}': "0+1x20",
+                'up{instance="b"}': "1x20 0x40",
+            },
+        ),
+        (
+            "EpdMediaFail",
+            'sglang:epd_dispatch_failures_total{instance="a",reason="TokenError"}',
+            "0+1x60",
+            {
+                'sglang:epd_dispatch_failures_total{instance="b",reason="MediaError"}': "0+1x60",
+                'sglang:epd_decode_prompts_total{instance="c",layout="refused"}': "0+1x60",
+            },
+        ),
+        (
+            "EpdMediaFail",
+            'sglang:epd_decode_prompts_total{instance="a",layout="failed"}',
+            "0+1x60",
+            {},
+        ),
+        ("EpdTowerLost", 'sglang:epd_encoder_towers{instance="a",state="lost"}', "0x10 1x60", {}),
+        # It waits in bursts.
+        (
+            "EpdReceiveBudgetFull",
+            'sglang:epd_receiver_waiting_offers{instance="a"}',
+            " ".join(["8 0 0 0"] * 16),
+            {},
+        ),
+        (
+            "EpdReceiveBudgetFull",
+            'sglang:epd_receiver_declines_total{instance="a",reason="too_large"}',
+            "0x20 1x40",
+            {},
+        ),
+        # Tried again each half minute.
+        (
+            "EpdStoreLeftAlone",
+            'sglang:epd_encoder_store_breaker{instance="a",direction="write"}',
+            " ".join(["2 1 2"] * 21),
+            {},
+        ),
+    ],
+)
+def test_a_fault_raises_its_alert_and_others_of_its_kind_none(
+    tmp_path, alert, series, values, more
+):
+    lines = [f"      - series: '{one}'\n        values: '{told}'" for one, told in more.items()]
+    told = {"alert": alert, "series": series, "values": values, "more": "\n".join(lines)}
+    check(tmp_path, _RULES.format(alerts=OBSERVABILITY / "alerts.yaml", **told))

@@ -121,15 +121,20 @@ async def test_the_key_depends_on_content_options_and_namespace(service, fakes, 
 
 @pytest.mark.parametrize("stage", ["acquire", "preprocess", "forwarded"])
 @pytest.mark.parametrize("error", [RuntimeError("a secret"), asyncio.CancelledError()])
-async def test_an_item_fails_alone(service, fakes, asking, count, stage, error):
+async def test_an_item_fails_alone(service, fakes, asking, count, caplog, stage, error):
     getattr(fakes, stage).failures[b"bad"] = error
-    reply = await service.encode(asking(b"good", b"bad", b"also good"))
+    asked = msgspec.structs.replace(asking(b"good", b"bad", b"also good"), asker="the user's")
+    reply = await service.encode(asked)
     assert [outcome.state for outcome in reply.outcomes] == ["delivered", "failed", "delivered"]
     assert reply.outcomes[1].code == "EncodeError"
     assert "secret" not in reply.outcomes[1].message
     assert len(fakes.payloads) == 2
     assert count("failures_total", code="EncodeError") == 1
     assert count("items_total", modality="IMAGE", outcome="failed") == 1
+    if stage == "forwarded":
+        assert count("stage_seconds_count", stage="preprocess") == 3, "of the one that failed, too"
+    if stage != "acquire" and isinstance(error, RuntimeError):
+        assert "An item of the user's failed" in caplog.text
 
 
 @pytest.mark.parametrize("stage", ["acquire", "preprocess", "forwarded"])

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -75,6 +76,9 @@ def test_a_driver_without_a_gpu_is_told_of(bare_machine, tmp_path, caplog, drive
     bare_machine.setattr("sglang_epd.platform.seams.install", lambda: None)
     platform.register()
     assert ("sees no GPU" in caplog.text) == warned
+    bare_machine.setattr(sys, "argv", ["launch_server.py", "--encoder-only"])
+    with pytest.raises(SystemExit, match="sees no GPU") if warned else nullcontext():
+        platform.register()
 
 
 def test_musa_and_hpu_packages_count_as_accelerators(bare_machine):

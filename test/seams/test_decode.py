@@ -190,7 +190,7 @@ async def test_a_prompt_that_does_not_match_its_media_is_refused(process, counte
         await process(Request(), prompt="II")
     assert refused.value.status_code == 400
     assert "placeholders do not match" in refused.value.detail
-    assert counted("failed") == 1
+    assert counted("refused") == 1
 
 
 def bootstrap_server(sglang):
@@ -254,7 +254,7 @@ async def test_what_no_context_holds_is_refused_before_it_is_laid_out(
     with pytest.raises(expected, match="134217728 tokens") as refused:
         await process(Request(image_data=["a"] * 32, stream=stream), "I" * 32)
     assert stream or refused.value.status_code == 400
-    assert counted("failed") == 1
+    assert counted("refused") == 1
 
 
 @pytest.mark.parametrize("stream", [True, False])

@@ -112,24 +112,31 @@ async def test_a_grant_that_was_lost_with_its_connection_is_not_quarantined_for_
 
 
 async def test_an_encoder_that_had_closed_its_connection_is_asked_on_the_next_one(
-    receiver, link, scheduler, monkeypatch
+    receiver, link, connect, scheduler, monkeypatch
 ):
     """As after a language server stood still for minutes."""
     monkeypatch.setattr(sender_module, "_UNUSED_S", -1.0)
-    sender = Sender(dead_s=DEAD_S)
+    sender, endpoint = Sender(dead_s=DEAD_S), link.endpoint
     try:
+        scheduler.expecting("a", "a")
         scheduler.expecting()
+        other = connect(receiver)
+        full = await asyncio.to_thread(lambda: other.grant("a", layout=FULL))
+        asking = asyncio.create_task(encoded(sender, endpoint))
+        await until(lambda: receiver.tally.counts["waits", ""])
+        link.lead_to("tcp://127.0.0.1:1")  # no other connection
         link.cut_at("grant", after=False)
-        asking = asyncio.create_task(encoded(sender, link.endpoint))
+        other.send(wire.Withdraw("a", 0, full.grant))
         await until(lambda: link.cuts)
         asking.cancel()
         await asyncio.wait([asking])
         await sender.close_unused()
         await scheduler_abandons(scheduler)
         assert len(receiver._reservations.quarantined) == 1
+        link.lead_to(receiver.endpoint)
         scheduler.expecting("next", "next")
         offer = wire.Offer("next", 0, KEY, LAYOUT, EMBEDDING.nbytes)
-        await encode(sender, link.endpoint, offer, EMBEDDING, PATIENCE_S)
+        await encode(sender, endpoint, offer, EMBEDDING, PATIENCE_S)
         await until(lambda: not receiver._reservations.quarantined)
     finally:
         await sender.close()

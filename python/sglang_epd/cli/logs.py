@@ -30,9 +30,9 @@ def phase_of(line: str) -> str:
     return next((phase for text, phase in PHASES if text in line), "")
 
 
-def previous(path: Path) -> Path:
-    """Where a log's earlier text is, if it had begun anew."""
-    return path.with_name(f"{path.name}.previous")
+def earlier(path: Path) -> Path:
+    """Where the text is that a log had before it began anew."""
+    return path.with_name(f"{path.name}.earlier")
 
 
 class LogFollower:
@@ -47,7 +47,7 @@ class LogFollower:
         """The lines that were finished since the last call."""
         if self._file < 0:
             with contextlib.suppress(FileNotFoundError):
-                self._file = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
+                self._file = os.open(self._path, os.O_RDWR | os.O_CLOEXEC)
         if self._file < 0:
             return []
         *whole, self._rest = (self._rest + os.read(self._file, _CHUNK_BYTES)).split(b"\n")
@@ -57,15 +57,19 @@ class LogFollower:
         return [line.decode(errors="replace").rstrip("\r") for line in whole]
 
     def shorten(self) -> None:
-        """Have a file begin anew that has become long; what it had is beside it (`previous`).
+        """Have a file begin anew that has become long; what it had is beside it (`earlier`).
 
-        Its writer appends to it. What is written in this moment may be lost.
+        Its writer appends to it. What is written in this moment may be lost, and what has not
+        been read of a file of twice the length is not shown.
         """
-        if self._file < 0 or os.fstat(self._file).st_size < _MAX_LOG_BYTES:
+        size = 0 if self._file < 0 else os.fstat(self._file).st_size
+        unread = size and os.lseek(self._file, 0, os.SEEK_CUR) < size
+        if size < (2 * _MAX_LOG_BYTES if unread else _MAX_LOG_BYTES):
             return
-        with contextlib.suppress(OSError):  # a full disk needs it the more
-            shutil.copyfile(self._path, previous(self._path))
-        os.truncate(self._path, 0)
+        # It may have been removed, and a full disk needs it the more.
+        with contextlib.suppress(OSError):
+            shutil.copyfile(f"/proc/self/fd/{self._file}", earlier(self._path))
+        os.ftruncate(self._file, 0)
         os.lseek(self._file, 0, os.SEEK_SET)
 
     def finish(self) -> list[str]:

@@ -58,7 +58,7 @@ class ServerView:
         utilisation: share of the last minute in which an encoder's towers ran.
         namespace: of the embeddings that it makes or takes; empty where it has none.
         encoders: those that a language server knows, by state.
-        problem: why there is nothing to tell; empty for none.
+        problem: why there is nothing to tell, or what is broken; empty for none.
         tokenless: whether an encoder takes requests of anyone.
         refused: encode requests that it refused for their token.
         hint: a setting that would make it answer more; empty for none.
@@ -82,6 +82,12 @@ class ServerView:
     tokenless: bool = False
     refused: int = 0
     hint: str = ""
+
+    @property
+    def well(self) -> bool:
+        """Whether it is ready, and sees an encoder if it has to."""
+        blind = bool(self.encoders) and not self.encoders.get("ready")
+        return self.state == "ready" and not self.problem and not blind
 
     @property
     def hit_rate(self) -> float | None:
@@ -242,6 +248,10 @@ class Samples:
 
 def _encoder(view: ServerView, told: dict[str, Any], samples: Samples) -> ServerView:
     queue, lookups = told["queue"], "sglang:epd_encoder_lookups_total"
+    towers = told.get("towers", ())
+    lost = sum(not tower["alive"] for tower in towers)
+    if lost and not view.problem:
+        view = replace(view, problem=f"{lost} of {len(towers)} vision towers do not work")
     return replace(
         view,
         role="encoder",

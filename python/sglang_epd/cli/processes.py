@@ -214,7 +214,7 @@ class ServerProcess:
 
     def _begin(self) -> subprocess.Popen[bytes]:
         self.log_path.unlink(missing_ok=True)
-        with self.log_path.open("ab") as log:  # whoever shortens it, the next line goes to its end
+        with self.log_path.open("ab") as log:  # it may be truncated while the server writes
             return subprocess.Popen(
                 [
                     *(sys.executable, "-I", "-S", "-c", _DIE_WITH_PARENT, str(os.getpid())),

@@ -41,7 +41,7 @@ def status(
     """Show every server once: state, queue, hit rate, namespace.
 
     Of the topology that `sglang-epd up` runs, or of the servers whose URLs you give. The
-    exit code is 0 if all are ready, 1 if one is not.
+    exit code is 0 if all are ready and see an encoder, 1 if one is not.
 
     `sglang-epd status http://encoder-0:30000 http://prefill:30100`
     """
@@ -61,7 +61,7 @@ def status(
         for view in views:
             if view.problem or view.hint:
                 out.print(f"{view.name}: {view.problem or view.hint}", soft_wrap=True)
-    if any(view.state != "ready" for view in views):
+    if not all(view.well for view in views):
         raise typer.Exit(1)
 
 

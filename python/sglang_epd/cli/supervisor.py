@@ -20,7 +20,7 @@ from typing import Any
 
 from sglang_epd.cli.console import LineReporter
 from sglang_epd.cli.lives import Life, Restarts, State
-from sglang_epd.cli.logs import FIRST_PHASE, LogFollower, phase_of, previous
+from sglang_epd.cli.logs import FIRST_PHASE, LogFollower, phase_of
 from sglang_epd.cli.processes import ServerError, ServerProcess, answers_ok
 from sglang_epd.cli.topology import Fleet, Server
 
@@ -155,7 +155,7 @@ class Supervisor:
             if again:
                 with contextlib.suppress(FileNotFoundError):
                     # Its last words, while it starts anew.
-                    charge.process.log_path.replace(previous(charge.process.log_path))
+                    charge.process.log_path.replace(f"{charge.process.log_path}.previous")
             charge.process.start()
         except OSError as error:  # a full disk, or no memory for a process
             charge.why = f"{charge.server.name} cannot be started: {error}"
@@ -226,6 +226,8 @@ class Supervisor:
 
     def _follow(self) -> None:
         for charge in self._charges:
+            if not charge.life.running:
+                continue  # its log has been read to the end, and the next one is another file
             for line in charge.log.lines():
                 self._reporter.line(charge.server.name, line)
                 if charge.life.state is State.STARTING:

@@ -467,6 +467,7 @@ def _housekeeping(
         keep_for_good()
         memory = give_back_in_time(lambda: service.finished, on_cpu=_on_cpu())
         tasks = [asyncio.create_task(keep_house()), asyncio.create_task(memory)]
+        metrics.watch_towers(lambda: [tower.alive for tower in towers])
         lag = LoopLag(metrics.loop_lag_seconds.observe)
         lag.start()
         if rpc_server is not None:

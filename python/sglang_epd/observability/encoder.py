@@ -108,6 +108,7 @@ class EncoderMetrics(Metrics):
         "Patches in a forward pass; in all of a long video's",
         buckets=(64, 256, 1024, 4096, 16384, 65536, 262144),
     )
+    towers = gauge("Vision towers, by whether they take work (alive) or not (lost)", "state")
     lost_items = counter("Items whose worker process died with them")
     busy_seconds = counter("Time in which a tower ran, summed over towers")
     stage_seconds = histogram("Time an item spends in a stage", "stage", buckets=_STAGE_BUCKETS_S)
@@ -133,6 +134,11 @@ class EncoderMetrics(Metrics):
         """Show a cache's size whenever metrics are asked for."""
         self.beside.watch(cache)
         self.cache_bytes.set_function(lambda: cache.nbytes)
+
+    def watch_towers(self, alive: Callable[[], Sequence[bool]]) -> None:
+        """Show how many towers take work, whenever metrics are asked for."""
+        self.towers.labels("alive").set_function(lambda: sum(alive()))
+        self.towers.labels("lost").set_function(lambda: sum(not one for one in alive()))
 
 
 class StoreMetrics(Metrics):

@@ -13,9 +13,12 @@ from __future__ import annotations
 import importlib.util
 import logging
 import os
+import sys
 from pathlib import Path
 
 import torch
+
+from sglang_epd.entry import names_role
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +42,8 @@ def register() -> None:
     """Entry point of `sglang.srt.plugins`: ask for this platform's seams in this process.
 
     Raises:
-        SystemExit: an accelerator is to be emulated, and cannot be.
+        SystemExit: an accelerator is to be emulated, and cannot be; or a server with an EPD role
+            has no GPU where there should be one.
     """
     if activate() is None:
         if os.environ.get("SGLANG_EPD_EMULATE"):
@@ -49,15 +53,21 @@ def register() -> None:
             )
         return
     if _DRIVER.exists() and os.environ.get("CUDA_VISIBLE_DEVICES") != "":
-        logger.warning(
-            "This host has an NVIDIA driver, but torch %s sees no GPU: this server runs on the "
-            "CPU. Give its container the GPUs, or install a torch for this driver. "
-            'CUDA_VISIBLE_DEVICES="" says that it is meant',
-            torch.__version__,
-        )
+        # On the CPU an encoder that lost its GPU would keep its place among the others.
+        if names_role(sys.argv[1:]):
+            raise SystemExit(_no_gpu())
+        logger.warning("%s", _no_gpu())
     from sglang_epd.platform.seams import install
 
     install()
+
+
+def _no_gpu() -> str:
+    return (
+        f"This host has an NVIDIA driver, but torch {torch.__version__} sees no GPU: servers would "
+        "run on the CPU. Give its container the GPUs, or install a torch for this "
+        'driver. CUDA_VISIBLE_DEVICES="" says that it is meant'
+    )
 
 
 def accelerator_present() -> bool:

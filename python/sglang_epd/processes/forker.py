@@ -11,7 +11,6 @@ from __future__ import annotations
 import ctypes
 import gc
 import importlib
-import logging
 import os
 import pkgutil
 import resource
@@ -138,10 +137,11 @@ class _Forker:
 
 def leave(status: int) -> NoReturn:
     """End this process at once: threads that are stuck would be waited for."""
-    logging.shutdown()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)
+    try:
+        sys.stdout.flush()
+        sys.stderr.flush()
+    finally:
+        os._exit(status)
 
 
 def main() -> None:

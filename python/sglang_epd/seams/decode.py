@@ -124,7 +124,7 @@ class DecodePrompts:
                 output = await self._by_prefill(request_obj, input_text)
                 span.note(layout="own" if output is None else "known")
         except EpdError as error:
-            self._prompts.labels("failed").inc()
+            self._prompts.labels("refused" if error.http_status < 500 else "failed").inc()
             logger.warning("Prefill of %s failed: %s (%s)", request_obj.rid, error, error.code)
             _refuse(request_obj, error)
         if output is not None:

@@ -436,6 +436,8 @@ class Receiver:
 
     def _decline(self, held: _Held, reason: str) -> None:
         self.tally.add("declines", reason)
+        if held.waits:
+            self.tally.waited(time.monotonic() - held.since)
         self._tell(held.peer, wire.Decline(held.unread.ticket, held.unread.item, reason))
 
     def _hold_unknown(self, held: _Held) -> bool:

@@ -261,7 +261,8 @@ class Sender:
         """Close the sockets of servers that nothing was sent to for a while."""
         oldest = time.monotonic() - _UNUSED_S
         for endpoint, peer in list(self._peers.items()):
-            if not (peer.offers or peer.acks or _writes(peer.grants)) and peer.used < oldest:
+            used = peer.offers or peer.acks or _writes(peer.grants) or peer.used >= oldest
+            if self._peers.get(endpoint) is peer and not used:
                 await self._close_peer(endpoint)
         for endpoint in self._grants.keys() - self._peers.keys():
             if not _writes(self._grants[endpoint]):
@@ -384,12 +385,14 @@ class Sender:
         elif isinstance(error, UnavailableError) and error.ended is not None:
             # The receiver asks, each second.
             peer.grants[_name(grant)] = error.ended
+        elif not isinstance(error, EpdError):
+            self._withdraw(peer, grant)  # it ended in an unforeseen way
 
     def _withdraw(self, peer: _Peer, grant: wire.Grant) -> None:
         """Tell the receiver that nothing will be written under a grant any more."""
         peer.grants.pop(_name(grant), None)
         # The receiver asks where this message is lost.
-        self._post(peer, wire.Withdraw(*_name(grant)))
+        self._post(self._peers.get(peer.endpoint, peer), wire.Withdraw(*_name(grant)))
 
     def _ask(self, peer: _Peer, offer: wire.Offer) -> None:
         """Make an offer; if it is lost with the connection it is made again."""
@@ -424,10 +427,10 @@ class Sender:
         if peer is None:
             if self._closed:
                 raise UnavailableError("this encoder is shutting down")
-            peer = _Peer(endpoint, self._name_for(endpoint), self._grants.setdefault(endpoint, {}))
+            peer = _Peer(endpoint, self._name_for(endpoint), self._grants.get(endpoint, {}))
             self._dial(peer)
             peer.keeper = asyncio.create_task(self._keep(peer), name="keep a payload channel")
-            self._peers[endpoint] = peer
+            self._peers[endpoint], self._grants[endpoint] = peer, peer.grants
         return peer
 
     def _name_for(self, endpoint: str) -> bytes:

@@ -35,8 +35,10 @@ def servers(targets: Sequence[Target], token: str, ca_certs: str = "") -> Iterat
         if view.state == "ready" and not view.problem:
             yield ok(view.name, f"{view.role}, ready")
         else:
-            mend = "is it started, and does a firewall or a NetworkPolicy let this host through?"
-            yield fail(view.name, f"{view.state} {view.problem}".strip(), mend)
+            yield fail(view.name, f"{view.state} {view.problem}".strip(), _mend(view))
+        if view.hint and view.role != "encoder":
+            yield warn(view.name, view.hint, "so this check knows less of it")
+        yield from _seen(view)
     yield from _namespaces({view.name: view.namespace for view in views if view.namespace})
     yield from _tokens(views, token)
     encoders = [view.url for view in views if view.role == "encoder"]
@@ -51,6 +53,27 @@ def servers(targets: Sequence[Target], token: str, ca_certs: str = "") -> Iterat
         if skew_s is not None and abs(skew_s) > _SKEW_S:
             found = f"{url} is {abs(skew_s):.0f} s {'ahead' if skew_s > 0 else 'behind'}"
             yield warn("clock", found, "have both hosts keep time (chrony, systemd-timesyncd)")
+
+
+def _mend(view: ServerView) -> str:
+    if view.state == "ready":
+        return "its log says why; start it again"
+    if "ertificate" in view.problem or "SSL" in view.problem:
+        return "look at its certificate's dates, and name its authority (--ssl-ca-certs)"
+    return "is it started, and does a firewall or a NetworkPolicy let this host through?"
+
+
+def _seen(view: ServerView) -> Iterator[Finding]:
+    """The encoders as a language server sees them."""
+    lost = {state: view.encoders[state] for state in ("misfit", "open") if view.encoders.get(state)}
+    if not lost:
+        return
+    told = "sees encoders as " + ", ".join(f"{state}: {number}" for state, number in lost.items())
+    mend = (
+        "its log says why: an encoder that is down; another token or model; a firewall before "
+        "this server's payload port"
+    )
+    yield (warn if view.encoders.get("ready") else fail)(view.name, told, mend)
 
 
 def _tokens(views: Sequence[ServerView], token: str) -> Iterator[Finding]:

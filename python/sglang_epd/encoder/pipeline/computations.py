@@ -614,8 +614,6 @@ class Computations:
             assert pinned is entry
             self._give(hold, entry)
         self.cache.release(entry)
-        for stage, began, ended in work.stages:
-            self._metrics.stage_seconds.labels(stage).observe(ended - began)
         self._metrics.beside.made(work.modality, work.stages)
 
     def _take_back(self, lane: Lane) -> None:
@@ -647,6 +645,8 @@ class Computations:
                 queue.remove(work)
         self._discard(work)
         work.enter(state)
+        for stage, began, ended in work.stages:
+            self._metrics.stage_seconds.labels(stage).observe(ended - began)
         del self._works[work.key]
         work.data = None  # a batch that still runs may keep the work
 
@@ -665,8 +665,8 @@ class Computations:
         return int(sum(lane.patches for lane in self._lanes) + waiting)
 
     def _spawn(self, stage: Coroutine[Any, Any, None], works: list[Work]) -> None:
-        # Logged under the owner's request, not under that of the asker that set it off.
-        with logs.about(str(works[0].owner) if len(works) == 1 else ""):
+        # Logged under its askers' requests, not under that of the one that set it off.
+        with logs.about(_askers(works)):
             task = asyncio.create_task(stage)
         self._tasks.add(task)
         task.add_done_callback(lambda task: self._stage_done(task, works))
@@ -696,9 +696,14 @@ def _tell(work: Work, embedding: torch.Tensor, rows: int) -> None:
         hold.notice()
 
 
+def _askers(works: Sequence[Work]) -> str:
+    """Requests that wait for them, as logs name them."""
+    return ", ".join(dict.fromkeys(hold.asked_by for work in works for hold in work.holds))
+
+
 def _said(error: Exception, work: Work) -> EpdError:
     """The askers' error; an unknown error's text goes to the log."""
     if isinstance(error, EpdError):
         return error
-    logger.error("An item of %s failed", work.owner, exc_info=error)
+    logger.error("An item of %s failed", _askers([work]), exc_info=error)
     return EncodeError("the encoder failed on this item")

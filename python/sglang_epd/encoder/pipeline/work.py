@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 
+from sglang_epd import logs
 from sglang_epd.cache import Entry
 from sglang_epd.encoder.pipeline.scheduling import BatchBounds, FairQueue, Job
 from sglang_epd.encoder.tower import Prepared, Tower
@@ -290,6 +291,7 @@ class Hold:
         made: done when the embedding is there, or will not be.
         source: how it comes about: "cached", "coalesced" (with another asker), "stored"
             (it was in the shared store) or "computed".
+        asked_by: its request, as logs name it.
         began: when it was asked for, in seconds of `time.perf_counter`.
     """
 
@@ -308,6 +310,7 @@ class Hold:
     entry: Entry | None = None
     made: asyncio.Future[None] = field(default_factory=_future)
     source: str = "computed"
+    asked_by: str = field(default_factory=logs.subject)
     began: float = field(default_factory=time.perf_counter)
     _layout: asyncio.Future[Layout] = field(default_factory=_future)
     _more: asyncio.Future[None] = field(default_factory=_future)

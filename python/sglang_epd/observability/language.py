@@ -138,8 +138,8 @@ class DecodeMetrics(Metrics):
     prefix = "sglang:epd_decode_"
     prompts = counter(
         "Prompts with media by how they were laid out: with the prefill's layouts (known), by "
-        "fetching the media (own), or not at all: for the request's own fault (refused), or a "
-        "server's (failed)",
+        "fetching the media (own), or not at all: for the request's own fault, or as its client "
+        "has left (refused), or for a server's (failed)",
         "layout",
     )
 

@@ -161,7 +161,7 @@ def test_a_language_server_that_sees_no_encoder_is_found(serve, states, verdict)
 def test_what_a_server_does_not_tell_is_said(serve):
     found = [*servers([target(serve({"/health": (200, "")}))], "")]
     assert [one.verdict for one in found] == [Verdict.OK, Verdict.WARN]
-    assert "--enable-metrics" in found[1].found
+    assert "--enable-metrics" in found[1].mend
 
 
 def test_a_stranger_cannot_write_to_the_terminal(serve):

@@ -13,7 +13,7 @@ import requests
 from PIL import Image
 
 from integration.client import TOLERANCE, until
-from integration.counters import status
+from integration.counters import status, total
 from integration.test_parity import CASES, TOKENS, two
 from integration.topology import Machine, Topology
 
@@ -66,6 +66,7 @@ def test_a_tower_that_is_killed_costs_no_request_and_comes_back(
             os.kill(workers(topology, name)[0].pid, signal.SIGKILL)
         # It has no other tower.
         until(lambda: health(topology, "encoder@ranks") == 503, 10)
+        assert total(topology.urls["encoder@ranks"], "encoder_towers", state="lost") == 1
         assert health(topology, "encoder@replicas") == 200
         assert max(one.result().distance(expected) for one in answers) < TOLERANCE
     # Its ranks would come back as those of test_crew do, and take as long as two replicas.
@@ -75,6 +76,7 @@ def test_a_tower_that_is_killed_costs_no_request_and_comes_back(
         *(180, "a tower is lost for good"),
     )
     assert len(workers(topology, "encoder@replicas")) == 2
+    assert total(topology.urls["encoder@replicas"], "encoder_towers", state="alive") == 2
     assert health(topology, "encoder@replicas") == 200
     log = topology.log("language").splitlines()
     given_up = [line for line in log if "none of its towers works" in line]

@@ -9,10 +9,16 @@ from pathlib import Path
 
 import prometheus_client
 import pytest
+from prometheus_client import CollectorRegistry
 
 import sglang_epd
 from sglang_epd.observability.encoder import EncoderMetrics
-from sglang_epd.observability.language import DispatchTally, PrometheusTally, ReceiverMetrics
+from sglang_epd.observability.language import (
+    DecodeMetrics,
+    DispatchTally,
+    PrometheusTally,
+    ReceiverMetrics,
+)
 from sglang_epd.tally import Tally
 
 PREFIX = "sglang:epd_receiver_"
@@ -108,6 +114,21 @@ def test_the_servers_metrics_page_shows_what_a_scheduler_counted(tmp_path):
     )
     assert f'{PREFIX}payloads_total{{landing="shared"}} 1.0' in shown
     assert f"{PREFIX}held_bytes 4096.0" in shown
+
+
+def test_what_alerts_ask_for_is_there_before_it_happens():
+    """An increase is seen of a series that was there before; a server may be missed by one."""
+    registry = CollectorRegistry()
+    ReceiverMetrics(registry)
+    DecodeMetrics(registry)
+    DispatchTally("ns", STATES, registry)
+    for name, labels in (
+        ("receiver_declines", {"reason": "too_large"}),
+        ("decode_prompts", {"layout": "failed"}),
+        ("dispatch_moves", {"state": STATES[0]}),
+        ("dispatch_failures", {"reason": "DeadlineError"}),
+    ):
+        assert registry.get_sample_value(f"sglang:epd_{name}_total", labels) == 0.0
 
 
 def test_a_worker_that_ended_does_not_keep_encoders_ready(tmp_path):

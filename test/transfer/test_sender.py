@@ -431,6 +431,27 @@ async def test_a_write_outlives_the_connection_that_it_was_granted_on(router):
         await sender.close()
 
 
+async def test_a_write_that_ends_later_is_told_of_on_the_connection_that_there_is(router):
+    engine = FreezingEngine()
+    sender = Sender(remote=engine)
+    grant = wire.Grant("t", 0, 7, 30.0, wire.Remote("frozen", 0))
+    try:
+        delivery = asyncio.create_task(
+            sender.deliver(router.endpoint, granted(grant), EMBEDDING.clone(), PATIENCE_S)
+        )
+        await until(lambda: engine.begun)
+        delivery.cancel()
+        await asyncio.wait([delivery])
+        await sender._close_peer(router.endpoint)
+        async with sender.offer(router.endpoint, offer(1)):
+            assert (await router.receive()).item == 1
+            engine.thaw.set()
+            assert await router.receive() == wire.Withdraw("t", 0, 7)
+    finally:
+        engine.thaw.set()
+        await sender.close()
+
+
 async def test_a_remote_write_that_was_not_begun_gives_its_memory_back(router):
     sender = Sender(remote=FailingEngine(None))
     try:

@@ -27,7 +27,7 @@ _GRACE_S = 5.0
 
 
 def refusal(error: EpdError) -> bytes:
-    """The reply to whoever asks about a request that will not be prefilled."""
+    """The reply about a request that will not be prefilled."""
     return encode_body(LayoutReply(error=ErrorReply(error.code, error.message)))
 
 

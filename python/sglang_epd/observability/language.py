@@ -17,6 +17,7 @@ from sglang_epd.observability.metrics import (
     gauge,
     histogram,
 )
+from sglang_epd.wire.messages import DECLINE_TOO_LARGE
 
 _FEW = (1, 2, 4, 8, 16, 32, 64)
 
@@ -77,6 +78,7 @@ class DispatchTally(PrometheusTally):
         self._encoders = metrics.encoders
         self._states: Counter[str] = Counter()
         for state in states:
+            metrics.moves.labels(state)
             # A worker that ended may have left another number.
             self._encoders.labels(state).set(0)
 
@@ -115,13 +117,17 @@ class ReceiverMetrics(Metrics):
     expired_requests = counter("Requests whose items did not arrive by their deadline")
     dropped = counter("Messages dropped", "reason")
     wait_seconds = histogram(
-        "Time offers waited until they were granted: for memory, or the prefix cache to be asked",
+        "Time offers waited until they were answered: for memory, or the prefix cache to be asked",
         buckets=(0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0),
     )
     held_bytes = gauge("Bytes granted, received or being read", across="livesum")
     waiting_offers = gauge("Offers that wait for memory", across="livesum")
     quarantined_blocks = gauge("Revoked grants still being written to", across="livesum")
     kept_bytes = gauge("Bytes of idle embeddings, kept for later requests", across="livesum")
+
+    def __init__(self, registry: CollectorRegistry = REGISTRY) -> None:
+        super().__init__(registry)
+        self.declines.labels(DECLINE_TOO_LARGE)  # its first one is to be seen
 
 
 class EarlyMetrics(Metrics):
@@ -142,6 +148,12 @@ class DecodeMetrics(Metrics):
         "has left (refused), or for a server's (failed)",
         "layout",
     )
+
+    def __init__(self, registry: CollectorRegistry = REGISTRY) -> None:
+        super().__init__(registry)
+        # Also of a server that has had no media, which may be missed.
+        for layout in ("known", "own", "refused", "failed"):
+            self.prompts.labels(layout)
 
 
 @functools.cache

@@ -37,7 +37,8 @@ def servers(targets: Sequence[Target], token: str, ca_certs: str = "") -> Iterat
         else:
             yield fail(view.name, f"{view.state} {view.problem}".strip(), _mend(view))
         if view.hint and view.role != "encoder":
-            yield warn(view.name, view.hint, "so this check knows less of it")
+            mend = "start language, prefill and decode servers with --enable-metrics"
+            yield warn(view.name, "tells nothing of its queue, namespace and encoders", mend)
         yield from _seen(view)
     yield from _namespaces({view.name: view.namespace for view in views if view.namespace})
     yield from _tokens(views, token)

@@ -54,6 +54,8 @@ logger = logging.getLogger(__name__)
 _KEPT_BYTES = 64 << 20
 # An item that was there each time a tower was lost is not tried again.
 _MAX_LOSSES = 2
+# Of so many works, and so many of their askers, a log line may say the names.
+_SAID = 4
 _LOOK_AGAIN_S = 0.2
 _SHUTTING_DOWN = "this encoder is shutting down"
 
@@ -697,8 +699,9 @@ def _tell(work: Work, embedding: torch.Tensor, rows: int) -> None:
 
 
 def _askers(works: Sequence[Work]) -> str:
-    """Requests that wait for them, as logs name them."""
-    return ", ".join(dict.fromkeys(hold.asked_by for work in works for hold in work.holds))
+    """Requests that wait for the first of them, as logs name them."""
+    holds = (hold for work in works[:_SAID] for hold in work.holds[:_SAID])
+    return ", ".join(dict.fromkeys(hold.asked_by for hold in holds))
 
 
 def _said(error: Exception, work: Work) -> EpdError:

@@ -53,7 +53,7 @@ SIDEWAYS |= {
 SIDEWAYS |= {("media", "config"), ("media", "processes"), ("checkpoint", "errors")}
 SIDEWAYS |= {("schema", "errors"), ("profile", "errors"), ("profile", "schema")}
 SIDEWAYS |= {("emulated", "config"), ("emulated", "profile")}
-# What the platform imports of the rest: all but the first for an emulated accelerator.
+# What the platform imports of the rest; all but `deferred` and `entry` for an emulated accelerator.
 OF_PLATFORM = {"deferred", "emulated", "entry", "errors", "observability", "profile"}
 # Who may import sglang; only platform while it is being imported itself.
 SGLANG = {

@@ -141,10 +141,10 @@ def test_behind_the_mini_load_balancer_no_key_is_asked_for(flags):
     assert dry("--prefill", "1", "--decode", "1", "--encoder-flags", "--api-key K").exit_code == 0
 
 
-@pytest.mark.parametrize(("found", "hidden"), [(["0", "1"], True), ([], False)])
-def test_servers_on_the_cpu_do_not_see_accelerators(monkeypatch, found, hidden):
-    monkeypatch.setattr(module, "accelerators", lambda: found)
-    places = module._places("none", Shape(model="m", encoders=1, language=1))
+@pytest.mark.parametrize(("gpus", "hidden"), [("none", True), ("", False)])
+def test_servers_on_the_cpu_do_not_see_accelerators(monkeypatch, gpus, hidden):
+    monkeypatch.setattr(module, "accelerators", list)
+    places = module._places(gpus, Shape(model="m", encoders=1, language=1))
     assert places(1).env == ({"CUDA_VISIBLE_DEVICES": ""} if hidden else {})
 
 

@@ -225,7 +225,7 @@ tests:
 {more}
     promql_expr_test:
       - expr: count by (instance) (ALERTS{{alertname="{alert}",alertstate="firing"}})
-        eval_time: 15m
+        eval_time: {at}
         exp_samples: [{{labels: '{{instance="a"}}', value: 1}}]
 """
 
@@ -239,7 +239,10 @@ tests:
             "EpdNamespaceMismatch",
             'sglang:epd_dispatch_moves_total{instance="a",state="misfit"}',
             "0x3 1x3 2x3 3x50",
-            {'sglang:epd_dispatch_encoders{instance="a",state="misfit"}': "0x3 1 0x60"},
+            {
+                'sglang:epd_dispatch_encoders{instance="a",state="misfit"}': "0x3 1 0x60",
+                'sglang:epd_dispatch_moves_total{instance="b",state="misfit"}': "0x3 1x3 2x53",
+            },
         ),
         (
             "EpdServerRestarts",
@@ -250,10 +253,10 @@ tests:
         (
             "EpdServerDown",
             'up{instance="a"}',
-            "1x20 0x40",
+            "1x20 0x300",
             {
                 'sglang:epd_decode_prompts_total{instance="a",layout="known"}': "0+1x20",
-                'up{instance="b"}': "1x20 0x40",
+                'up{instance="b"}': "1x20 0x300",
             },
         ),
         (
@@ -279,8 +282,10 @@ tests:
             " ".join(["8 0 0 0"] * 16),
             {},
         ),
+        # One waits all the time.
+        ("EpdReceiveBudgetFull", 'sglang:epd_receiver_waiting_offers{instance="a"}', "1x60", {}),
         (
-            "EpdReceiveBudgetFull",
+            "EpdEmbeddingTooLarge",
             'sglang:epd_receiver_declines_total{instance="a",reason="too_large"}',
             "0x20 1x40",
             {},
@@ -299,4 +304,6 @@ def test_a_fault_raises_its_alert_and_others_of_its_kind_none(
 ):
     lines = [f"      - series: '{one}'\n        values: '{told}'" for one, told in more.items()]
     told = {"alert": alert, "series": series, "values": values, "more": "\n".join(lines)}
-    check(tmp_path, _RULES.format(alerts=OBSERVABILITY / "alerts.yaml", **told))
+    # A server that is down for long is down.
+    for at in ("15m", "75m") if alert == "EpdServerDown" else ("15m",):
+        check(tmp_path, _RULES.format(alerts=OBSERVABILITY / "alerts.yaml", at=at, **told))

@@ -28,7 +28,14 @@ OTHER_VARIABLES = {
     *("HTTP_PROXY", "HTTPS_PROXY", "CUDA_VISIBLE_DEVICES"),
     *("SGLANG_HOST_IP", "HOST_IP"),  # of `utils.network.get_local_ip_auto`
     *("API_ADDRESS", "ENCODER_0_GPU", "ENCODER_1_GPU", "PREFILL_GPU", "DECODE_GPU"),
-    *("MC_FORCE_TCP", "MC_MIN_RPC_PORT", "MC_MAX_RPC_PORT", "IPC_LOCK", "VIDEO_MAX_PIXELS"),
+    *(
+        "MC_FORCE_TCP",
+        "MC_MIN_RPC_PORT",
+        "MC_MAX_RPC_PORT",
+        "IPC_LOCK",
+        "SYS_NICE",
+        "VIDEO_MAX_PIXELS",
+    ),
     *("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "SGLANG_LOGGING_CONFIG_PATH", "SGLANG_EPD_CACHE"),
 }
 # Between processes of one server; nobody is to set them.

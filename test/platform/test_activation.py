@@ -61,6 +61,7 @@ def test_register_does_nothing_where_the_platform_steps_aside(monkeypatch):
     [
         (True, None, True),
         (True, "", False),
+        (True, "-1", False),
         (False, None, False),
     ],
 )

@@ -71,6 +71,8 @@ class LogFollower:
             shutil.copyfile(f"/proc/self/fd/{self._file}", earlier(self._path))
         os.ftruncate(self._file, 0)
         os.lseek(self._file, 0, os.SEEK_SET)
+        if unread:
+            self._rest = b""
 
     def finish(self) -> list[str]:
         """All that is left, whole lines or not; the next call reads a new file."""

@@ -84,10 +84,13 @@ class ServerView:
     hint: str = ""
 
     @property
-    def well(self) -> bool:
-        """Whether it is ready, and sees an encoder if it has to."""
-        blind = bool(self.encoders) and not self.encoders.get("ready")
-        return self.state == "ready" and not self.problem and not blind
+    def trouble(self) -> str:
+        """What is wrong with a server that answers; empty for nothing."""
+        sends = bool(self.namespace) and self.role != "encoder"
+        if self.problem or not sends or self.encoders.get("ready"):
+            return self.problem
+        states = ", ".join(f"{state}: {number}" for state, number in self.encoders.items())
+        return f"sees no encoder that is ready ({states or 'it knows none'})"
 
     @property
     def hit_rate(self) -> float | None:

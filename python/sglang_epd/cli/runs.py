@@ -2,9 +2,10 @@
 
 `$XDG_RUNTIME_DIR/sglang-epd/<pid>/`, or `/tmp/sglang-epd-runs-<uid>/<pid>/`, holds
 `state.json`, the servers' logs, and a lock that the run holds for as long as it lives, be
-it killed or not. A log begins anew at 64 MiB; what it had is beside it. Only this user may
-enter. `tmp` there leads to the servers' own folder for temporary files, because SGLang's sockets
-and empty files outlive it.
+it killed or not. A log of 64 to 128 MiB begins anew, and what it had is beside it (`.earlier`);
+`.previous` is that of a server before it was started again. Only this user may enter. `tmp` there
+leads to the servers' own folder for temporary files, because SGLang's sockets and empty files
+outlive it.
 """
 
 from __future__ import annotations

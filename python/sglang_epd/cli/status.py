@@ -59,9 +59,9 @@ def status(
             out.print(f"{run['model']} at {run['api_url']}, up for {_span(run['started_at'])}")
         out.print(_table(views))
         for view in views:
-            if view.problem or view.hint:
-                out.print(f"{view.name}: {view.problem or view.hint}", soft_wrap=True)
-    if not all(view.well for view in views):
+            if view.trouble or view.hint:
+                out.print(f"{view.name}: {view.trouble or view.hint}", soft_wrap=True)
+    if any(view.state != "ready" or view.trouble for view in views):
         raise typer.Exit(1)
 
 

@@ -283,6 +283,6 @@ def _places(gpus: str, shape: Shape) -> Gpus | Cores:
     if named and named != ["none"]:
         return Gpus(named)
     servers = shape.encoders + shape.language + shape.prefill + shape.decode
-    # Typed beside accelerators: servers are not to see them.
-    hidden = {"CUDA_VISIBLE_DEVICES": ""} if named and accelerators() else {}
+    # Where it was typed, servers are not to see any, nor to miss any.
+    hidden = {"CUDA_VISIBLE_DEVICES": ""} if named else {}
     return Cores(sorted(os.sched_getaffinity(0)), servers, hidden)

@@ -5,7 +5,7 @@ server                         child
   | <--- Needs ----------------- |  a picture that takes more; its item is over
   | <--- Picture (new file) ---- |
   | <--- Array (file) ---------- |  of a sound, say
-  | <--- VideoFacts ---------------- |  a video; it stays open
+  | <--- VideoFacts ------------ |  a video; it stays open
   | ---- ReadFrames ---------->  |  frames of it, as often as wanted
   | <--- Array (file) ---------- |
   | ---- Drop ---------------->  |  the item is over; no answer

@@ -2,7 +2,7 @@
 
 The two entry points are `activate`, which offers `cpu.CpuPlatform` to SGLang where
 no accelerator is found, and `register`, which asks for the seams that it needs.
-This folder works without the rest of the package, of which it imports only `deferred` and what
+This folder works without the rest of the package, of which it imports `deferred`, `entry` and what
 an emulated accelerator needs; nothing here is imported by the rest. At module level only
 `sglang.srt.platforms` may be imported: SGLang loads the platform half-way through its own
 imports.
@@ -45,14 +45,16 @@ def register() -> None:
         SystemExit: an accelerator is to be emulated, and cannot be; or a server with an EPD role
             has no GPU where there should be one.
     """
+    emulated = bool(os.environ.get("SGLANG_EPD_EMULATE"))
     if activate() is None:
-        if os.environ.get("SGLANG_EPD_EMULATE"):
+        if emulated:
             raise SystemExit(
                 "SGLANG_EPD_EMULATE: nothing is emulated beside an accelerator, or with "
                 "SGLANG_USE_CPU_ENGINE=1"
             )
         return
-    if _DRIVER.exists() and os.environ.get("CUDA_VISIBLE_DEVICES") != "":
+    meant = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1") or emulated
+    if _DRIVER.exists() and not meant:
         # On the CPU an encoder that lost its GPU would keep its place among the others.
         if names_role(sys.argv[1:]):
             raise SystemExit(_no_gpu())

@@ -378,15 +378,11 @@ class Sender:
     def _leave(self, writing: asyncio.Future[None], peer: _Peer, grant: wire.Grant) -> None:
         """A thread has ended with a write that nothing waits for any more."""
         error = None if writing.cancelled() else writing.exception()
-        unwritten = isinstance(error, OSError | ProtocolError)  # there was no way to the memory
-        ended = isinstance(error, UnavailableError) and error.ended is None
-        if error is None or unwritten or ended:
-            self._withdraw(peer, grant)
-        elif isinstance(error, UnavailableError) and error.ended is not None:
-            # The receiver asks, each second.
+        if isinstance(error, UnavailableError) and error.ended is not None:
+            # The engine writes on, and the receiver asks, each second.
             peer.grants[_name(grant)] = error.ended
-        elif not isinstance(error, EpdError):
-            self._withdraw(peer, grant)  # it ended in an unforeseen way
+        else:
+            self._withdraw(peer, grant)
 
     def _withdraw(self, peer: _Peer, grant: wire.Grant) -> None:
         """Tell the receiver that nothing will be written under a grant any more."""

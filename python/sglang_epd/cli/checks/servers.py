@@ -10,7 +10,7 @@ from email.utils import parsedate_to_datetime
 
 import aiohttp
 
-from sglang_epd.cli.checks import Finding, fail, ok, warn
+from sglang_epd.cli.checks import Finding, fail, note, ok, warn
 from sglang_epd.cli.probes import ServerView, Target, ask
 from sglang_epd.errors import EpdError
 from sglang_epd.trust import Trust
@@ -22,6 +22,7 @@ _MOST_STATUS_BYTES = 1 << 20
 _UNREADABLE = ValueError, TypeError, KeyError
 # Requests carry the seconds that are left, not a time; shared stores do compare times.
 _SKEW_S = 5.0
+_LEFT_OUT = "another token or model, or a firewall before this server's payload port"
 
 
 def servers(targets: Sequence[Target], token: str, ca_certs: str = "") -> Iterator[Finding]:
@@ -32,14 +33,15 @@ def servers(targets: Sequence[Target], token: str, ca_certs: str = "") -> Iterat
     """
     views = ask(targets, ca_certs)
     for view in views:
-        if view.state == "ready" and not view.problem:
+        if view.state == "ready" and not view.trouble:
             yield ok(view.name, f"{view.role}, ready")
         else:
-            yield fail(view.name, f"{view.state} {view.problem}".strip(), _mend(view))
+            yield fail(view.name, f"{view.state} {view.trouble}".strip(), _mend(view))
         if view.hint and view.role != "encoder":
-            mend = "start language, prefill and decode servers with --enable-metrics"
-            yield warn(view.name, "tells nothing of its queue, namespace and encoders", mend)
-        yield from _seen(view)
+            yield note(view.name, view.hint)
+        if misfits := view.encoders.get("misfit", 0):
+            found = f"leaves {misfits} encoders out"
+            yield warn(view.name, found, f"{_LEFT_OUT}; its log says which, and why")
     yield from _namespaces({view.name: view.namespace for view in views if view.namespace})
     yield from _tokens(views, token)
     encoders = [view.url for view in views if view.role == "encoder"]
@@ -57,24 +59,15 @@ def servers(targets: Sequence[Target], token: str, ca_certs: str = "") -> Iterat
 
 
 def _mend(view: ServerView) -> str:
-    if view.state == "ready":
-        return "its log says why; start it again"
+    if view.state == "draining":
+        return "it ends when it has done its work; start another one"
+    if "vision towers" in view.problem:
+        return "a worker is started again by itself; if it is not, look at its log and its GPU"
+    if view.state in ("ready", "silent"):
+        return f"its log says why: it starts, or is of another version; for encoders, {_LEFT_OUT}"
     if "ertificate" in view.problem or "SSL" in view.problem:
-        return "look at its certificate's dates, and name its authority (--ssl-ca-certs)"
+        return "https:// or http://? Else look at its certificate's name and dates (--ssl-ca-certs)"
     return "is it started, and does a firewall or a NetworkPolicy let this host through?"
-
-
-def _seen(view: ServerView) -> Iterator[Finding]:
-    """The encoders as a language server sees them."""
-    lost = {state: view.encoders[state] for state in ("misfit", "open") if view.encoders.get(state)}
-    if not lost:
-        return
-    told = "sees encoders as " + ", ".join(f"{state}: {number}" for state, number in lost.items())
-    mend = (
-        "its log says why: an encoder that is down; another token or model; a firewall before "
-        "this server's payload port"
-    )
-    yield (warn if view.encoders.get("ready") else fail)(view.name, told, mend)
 
 
 def _tokens(views: Sequence[ServerView], token: str) -> Iterator[Finding]:

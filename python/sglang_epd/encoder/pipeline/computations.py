@@ -701,12 +701,12 @@ def _tell(work: Work, embedding: torch.Tensor, rows: int) -> None:
 def _askers(works: Sequence[Work]) -> str:
     """Requests that wait for the first of them, as logs name them."""
     holds = (hold for work in works[:_SAID] for hold in work.holds[:_SAID])
-    return ", ".join(dict.fromkeys(hold.asked_by for hold in holds))
+    return ", ".join(dict.fromkeys(hold.asked_by for hold in holds if hold.asked_by))
 
 
 def _said(error: Exception, work: Work) -> EpdError:
     """The askers' error; an unknown error's text goes to the log."""
     if isinstance(error, EpdError):
         return error
-    logger.error("An item of %s failed", _askers([work]), exc_info=error)
+    logger.error("An item of %s failed", _askers([work]) or work.owner, exc_info=error)
     return EncodeError("the encoder failed on this item")

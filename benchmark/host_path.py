@@ -23,12 +23,15 @@ from functools import cache
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING
 
 import msgspec
 from encoder_arms import Child
 from host_queues import HOST, TTL_S, Tower
 from pictures import jpeg
+
+if TYPE_CHECKING:
+    from sglang_epd.language.frontend import Frontend
 
 PROCESSES = ("tokenizer", "encoder", "receiver and scheduler")
 # Patches of a picture, as a processor of Qwen3-VL cuts it.
@@ -235,7 +238,7 @@ class _Tokenizer:
         self._answers = self._context.socket(zmq.PULL)
         self._answers.bind(f"ipc://{folder}/answers")
         self._ended: dict[str, asyncio.Future[None]] = {}
-        self._frontend: Any = None
+        self._frontend: Frontend
 
     @asynccontextmanager
     async def asking(self, url: str) -> AsyncIterator[None]:
@@ -297,7 +300,7 @@ class _Tokenizer:
 
         rid = secrets.token_hex(8)
         prompt = SimpleNamespace(image_data=pictures, video_data=None, audio_data=None)
-        announced = manifest.write(self._frontend.start(rid, plan(prompt), 1), _SECRET)
+        announced = manifest.write(self._frontend.start(rid, plan(prompt)), _SECRET)
         request = SimpleNamespace(rid=rid, encoder_urls=announced, need_wait_for_mm_inputs=True)
         end = self._ended[rid] = asyncio.get_running_loop().create_future()
         await self._requests.send_pyobj(request)

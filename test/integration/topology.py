@@ -467,12 +467,13 @@ TOPOLOGIES: dict[str, Callable[[], Topology]] = {
             "language@mooncake": "--encoder-transfer-backend mooncake",
         },
     ),
-    # Of a family that in-tree EPD does not list.
+    # Of a family that in-tree EPD does not list. Stages that count the turns until the next prefill
+    # otherwise than each other wait for each other.
     "stages_glm4v": lambda: Topology(
         "tiny-glm4v",
         ("encoder", "language@stages", "language@zmq_to_tokenizer"),
         flags={
-            "language": _PP2,
+            "language": f"{_PP2} --prefill-decode-interval 22",
             "language@zmq_to_tokenizer": "--encoder-transfer-backend zmq_to_tokenizer",
         },
     ),

@@ -83,7 +83,7 @@ def test_a_prefill_waits_for_no_turns_in_which_nobody_decodes(monkeypatch, sglan
     scheduler.prefill_decode_interval, scheduler.prefill_decode_interval_min_bs = 22, 0
     scheduler.require_mlp_sync = False
     scheduler._prefill_decode_interval_remaining = 0
-    monkeypatch.setattr(idle.Installed, "gate", object() if ours else None)
+    monkeypatch.setattr(idle.Hosted, "language", ours)
     prefill = SimpleNamespace(forward_mode=SimpleNamespace(is_extend=lambda: True))
     nothing = SimpleNamespace(batch_size=lambda: 0)
     scheduler._arm_prefill_decode_interval(prefill)

@@ -116,6 +116,7 @@ def test_a_later_stage_takes_part_in_nothing(flags, groups, monkeypatch):
     """But in the making of groups, which waits for all ranks."""
     monkeypatch.setattr(receiving, "start", lambda _readers: pytest.fail("a second receiver"))
     monkeypatch.setattr(scheduler.rundir, "secret", lambda: pytest.fail("a claim"))
+    monkeypatch.setattr(scheduler.idle.Hosted, "language", False)
     flags(disagg={"disaggregation_mode": "null"}, device={"watchdog_timeout": 300})
     flags(memory={"disable_radix_cache": True})
     for sizes, made in (
@@ -125,6 +126,7 @@ def test_a_later_stage_takes_part_in_nothing(flags, groups, monkeypatch):
         flags(parallel=place(pp_rank=1, **sizes))
         seam = create_backend(None, SimpleNamespace(tree_cache=None, is_generation=True))
         assert groups == made
+        assert scheduler.idle.Hosted.language, "it prefills in the turns of the first stage"
         assert seam.waiting_list == []
         seam.abort_waiting_requests(SimpleNamespace(rid="r", abort_all=True))
         assert pull(seam, pulled := [request("w")]) is pulled

@@ -36,6 +36,7 @@ from sglang_epd.language.uploads import Stager
 from sglang_epd.seams import (
     early,
     embeddings,
+    idle,
     prefix,
     receiving,
     rundir,
@@ -216,6 +217,7 @@ def create_backend(
     if receiving_already is not None:
         seam: SchedulerSeam = receiving_already.mm_receiver
         return seam
+    idle.Hosted.language = True
     parallel = get_parallel()
     ranks = receiving.ranks(parallel)
     relay = _relay(ranks.elsewhere)

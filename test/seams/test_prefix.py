@@ -338,14 +338,39 @@ def test_what_a_decode_server_retracts_waits_for_nothing(
 
 
 @pytest.mark.parametrize(
-    ("ended", "only_prefilled", "decodes"),
-    [(False, False, True), (True, False, False), (False, True, False)],
-    ids=["answers", "has ended", "is a part"],
+    ("ended", "only_prefilled", "mode", "decodes"),
+    [
+        (False, False, "NULL", True),
+        (True, False, "NULL", False),
+        (False, True, "NULL", False),
+        (False, False, "PREFILL", False),
+    ],
+    ids=["answers", "has ended", "is a part", "is answered elsewhere"],
 )
-def test_what_decodes_is_answering(scheduler, queue, ended, only_prefilled, decodes):
-    """A batch still has what has ended in it, until the next one is made."""
-    one = request(finished=lambda: ended, is_prefill_only=only_prefilled)
-    scheduler.running_batch = SimpleNamespace(reqs=[one])
+@pytest.mark.parametrize("launched", [False, True])
+@pytest.mark.parametrize("stages", [1, 2])
+def test_what_decodes_is_answering(
+    sglang, monkeypatch, ended, only_prefilled, mode, decodes, launched, stages
+):
+    """A batch still has what has ended in it, until the next one is made. One whose prefill has
+    been launched is in no running batch yet."""
+    module = sglang("managers.scheduler")
+    monkeypatch.setattr(module, "get_parallel", lambda: SimpleNamespace(pp_size=stages))
+
+    class Running(SimpleNamespace):
+        __hash__ = object.__hash__
+
+    one = Running(finished=lambda: ended, is_prefill_only=only_prefilled)
+    batch, empty = SimpleNamespace(reqs=[one]), SimpleNamespace(reqs=[])
+    scheduler = module.Scheduler.__new__(module.Scheduler)
+    scheduler.waiting_queue, scheduler.chunked_req = [], None
+    scheduler.prefill_decode_interval, scheduler.enable_continuous_input_polling = 0, False
+    scheduler.disaggregation_mode = sglang("disaggregation.utils").DisaggregationMode[mode]
+    scheduler.running_batch, scheduler.last_batch = (empty, batch) if launched else (batch, None)
+    scheduler.running_mbs, scheduler.mbs = [empty, scheduler.running_batch], [batch, None]
+    if not launched:
+        scheduler.mbs = [None, None]
+    queue = SchedulerQueue(scheduler)
     assert queue.busy() == (False, decodes)
     scheduler.prefill_decode_interval = 22
     assert queue.busy() == (decodes, decodes), "the request would wait for as many steps"

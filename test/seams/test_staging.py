@@ -122,8 +122,9 @@ def test_it_is_for_language_servers_on_a_device(monkeypatch, flags, language_onl
         staging.stager.cache_clear()
 
 
-def test_on_the_host_nothing_is_changed(hooked, sglang, monkeypatch):
+def test_on_the_host_nothing_is_changed(hooked, sglang, monkeypatch, flags):
     monkeypatch.setattr(staging, "stager", lambda: None)
+    flags(disagg={"language_only": True}, device={"device": "cpu"})
     hooked("get_embedding_chunk")
     hooked("mm_runtime_reservation_gb")
     (item,) = items_of([(0, 5)])
@@ -138,10 +139,14 @@ def test_on_the_host_nothing_is_changed(hooked, sglang, monkeypatch):
     arena.close()
 
 
+@pytest.mark.parametrize("stage", [0, 1])
 def test_the_kv_pool_leaves_room_for_the_rows_of_two_passes(
-    hooked, sglang, monkeypatch, device, flags
+    hooked, sglang, monkeypatch, flags, stage
 ):
-    """Wherever SGLang sizes it."""
+    """Wherever SGLang sizes it, and on all stages: what it keeps beside KV it sizes on each."""
+    monkeypatch.setattr(staging, "device_of", lambda _name: Recording())
+    staging.stager.cache_clear()
+    flags(disagg={"language_only": True}, device={"device": "cuda"}, parallel={"pp_rank": stage})
     tower = SimpleNamespace(deepstack_visual_indexes=[8, 16, 24])
     model = SimpleNamespace(
         hidden_size=4096, dtype=torch.bfloat16, hf_config=SimpleNamespace(vision_config=tower)

@@ -153,8 +153,10 @@ class SchedulerQueue:
     def busy(self) -> tuple[bool, bool]:
         scheduler = self._scheduler
         waiting = bool(scheduler.waiting_queue) or scheduler.chunked_req is not None
-        # Those that have ended leave it in the next tick, and an idle scheduler makes none.
-        running = [one for batch in self._batches() for one in batch.reqs]
+        # Those that have ended leave it in the next tick, and an idle scheduler makes none. Those
+        # whose prefill has been launched are about to decode, but on a prefill server.
+        apart = scheduler.disaggregation_mode.value == "prefill"
+        running = () if apart else scheduler.collect_inflight_reqs()
         decoding = any(not one.finished() and not one.is_prefill_only for one in running)
         # After a prefill the next one waits for so many steps.
         spaced = decoding and scheduler.prefill_decode_interval > 0

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from sglang_epd.device import device_of
+from sglang_epd.device import Device, device_of
 from sglang_epd.language.uploads import Stager
 from sglang_epd.transfer.arena import Arena
 
@@ -33,12 +33,20 @@ _PASSES = 2
 @functools.cache
 def stager() -> Stager | None:
     """This process's; None where it does not prefill from embeddings, or on the host."""
-    from sglang.srt.runtime_context import get_device, get_disagg, get_parallel
+    from sglang.srt.runtime_context import get_parallel
 
-    if not get_disagg().language_only or get_parallel().pp_rank:
+    device = None if get_parallel().pp_rank else _device()
+    return None if device is None else Stager(device)
+
+
+def _device() -> Device | None:
+    """A language server's, of whatever stage; None on the host."""
+    from sglang.srt.runtime_context import get_device, get_disagg
+
+    if not get_disagg().language_only:
         return None
     device = device_of(get_device().device)
-    return Stager(device) if device.queues else None
+    return device if device.queues else None
 
 
 def connect(arena: Arena | None) -> Stager | None:
@@ -71,9 +79,13 @@ def take_rows(original: Any, *args: Any, **options: Any) -> Any:
 
 
 def reserve(original: Any, *args: Any, **options: Any) -> float:
-    """Around `mm_runtime_reservation_gb`: rows that are staged are outside the KV pool."""
+    """Around `mm_runtime_reservation_gb`: rows that are staged are outside the KV pool.
+
+    On later stages too, which have none: SGLang sizes what else is kept of a request on each by
+    itself, and all have to come to the same.
+    """
     reserved: float = original(*args, **options)
-    return reserved if stager() is None else reserved + staged_bytes() / (1 << 30)
+    return reserved if _device() is None else reserved + staged_bytes() / (1 << 30)
 
 
 def staged_bytes() -> int:

@@ -349,6 +349,18 @@ async def test_a_full_encoder_that_is_gone_is_waited_for_as_others_are(start, ru
         await asyncio.wait_for(running, 10)
 
 
+async def test_an_item_that_the_only_encoder_failed_at_does_not_wait_with_those_that_may_have_room(
+    start, dispatch
+):
+    only = await start()
+    only.says(
+        ItemOutcome(0, "failed", "OverloadedError", "full"),
+        ItemOutcome(1, "failed", "EncodeError", "NaN"),
+    )
+    with pytest.raises(EncodeError, match="NaN"):
+        await asyncio.wait_for(dispatch([only.url], patience=Patience(30.0, 5.0), seconds=60.0), 10)
+
+
 @pytest.mark.parametrize(
     ("fault", "message"),
     [

@@ -85,6 +85,8 @@ class _Progress:
     # How often it came back to encoders that had failed it, and was given to one.
     returns: int = 0
     attempts: int = 0
+    # Why it came back last.
+    error: EpdError | None = None
 
 
 @dataclass
@@ -206,16 +208,17 @@ class Dispatcher:
                     run.progress |= {
                         item.item: _Progress(work) for item, work in zip(part, works, strict=True)
                     }
-                    tasks |= self._launch(run, part, None)
+                    tasks |= self._launch(run, part)
                     await asyncio.sleep(0)
                     continue
                 done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
                 for task in done:
                     failures = task.result()
                     del tasks[task]
+                    for item, error in failures:
+                        run.progress[item.item].error = error
                     if failures:
-                        left = [item for item, _ in failures]
-                        tasks |= self._launch(run, left, failures[0][1])
+                        tasks |= self._launch(run, [item for item, _ in failures])
         finally:
             if tasks:
                 for task in tasks:
@@ -230,20 +233,24 @@ class Dispatcher:
         return _AHEAD * max(1, len(self._candidates(()))) - sum(tasks.values())
 
     def _launch(
-        self, run: _Run, items: Sequence[EncodeItem], reason: EpdError | None
+        self, run: _Run, items: Sequence[EncodeItem]
     ) -> dict[asyncio.Task[list[Failure]], int]:
         """Assign the items; each task has so many, and ends with those that have to be assigned
         again."""
         if run.left_s <= 0:
-            raise reason or DeadlineError(_TOO_LATE)
+            raise run.progress[items[0].item].error or DeadlineError(_TOO_LATE)
         shares, stranded = self._assign(run, items)
         tasks = {
             asyncio.create_task(self._serve(run, url, part)): len(part)
             for url, share in shares.items()
             for part in _requests(share)
         }
-        if stranded:
-            tasks[asyncio.create_task(self._wait(run, stranded, reason))] = len(stranded)
+        # One that encoders failed at is hopeless where one that they had no room for is not.
+        alike: defaultdict[type, list[EncodeItem]] = defaultdict(list)
+        for item in stranded:
+            alike[type(run.progress[item.item].error)].append(item)
+        for some in alike.values():
+            tasks[asyncio.create_task(self._wait(run, some))] = len(some)
         return tasks
 
     async def _serve(self, run: _Run, url: str, items: list[EncodeItem]) -> list[Failure]:
@@ -282,12 +289,12 @@ class Dispatcher:
             await asyncio.sleep(min(delay_s, left_s))
         return failures
 
-    async def _wait(
-        self, run: _Run, items: list[EncodeItem], reason: EpdError | None
-    ) -> list[Failure]:
-        """No encoder is left for these items: wait for one, then they begin anew."""
+    async def _wait(self, run: _Run, items: list[EncodeItem]) -> list[Failure]:
+        """No encoder is left for these items, which came back for the like reason: wait for one,
+        then they begin anew."""
         now = time.monotonic()
         progress = [run.progress[item.item] for item in items]
+        reason = progress[0].error
         # For one of them at least.
         candidates = self._candidates(frozenset.intersection(*(one.faults for one in progress)))
         full = any(one.refused for one in progress)

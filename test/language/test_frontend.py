@@ -18,6 +18,7 @@ from sglang_epd.errors import (
     EpdError,
     MediaError,
     ProtocolError,
+    RequestCancelledError,
     UnavailableError,
 )
 from sglang_epd.language import frontend as frontend_module
@@ -352,6 +353,21 @@ async def test_only_what_the_receiver_needs_is_sent(asking, dispatcher, control,
     control.needs(expect.ticket, over=True)
     await idle(frontend)
     assert dispatcher.runs[-1][1] == MIXED[:1]
+
+
+async def test_the_dispatch_of_a_request_that_the_scheduler_has_aborted_ends(
+    asking, dispatcher, control
+):
+    """Another process may have aborted it, of which this one's SGLang does not hear."""
+    frontend = asking()
+    expect = frontend.start("rid", MIXED)
+    ended = frontend.underway("rid")
+    await dispatcher.started.wait()
+    control.needs(expect.ticket, over=True, aborted=True)
+    assert isinstance(await asyncio.wait_for(ended, 5), RequestCancelledError)
+    await idle(frontend)
+    assert control.told[-1] == ("cancel", expect.ticket)
+    assert frontend.account("rid") is None
 
 
 async def test_what_an_earlier_request_has_learnt_of_fetched_media_is_known(dispatcher, control):

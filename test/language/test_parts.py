@@ -192,6 +192,22 @@ def test_a_part_that_the_tree_has_is_not_run(world, cached, runs):
     assert world.scheduler.discarded == ([] if runs else [part.rid])
 
 
+def test_nothing_is_kept_of_a_request_that_is_refused_before_its_items_have_landed(world):
+    """SGLang queues it without them, to have it answered."""
+    part = world.begin(20)
+    request = world.come(Request("r", 40))
+    assert world.scheduler.queue == [request]
+    assert world.scheduler.discarded == [part.rid]
+    assert world.count("withdrawn") == 1
+    world.scheduler.cached = 12
+    other = world.begin(24)
+    assert world.run(other)
+    world.end(other)
+    world.parts.settle("r")
+    assert world.run(again := world.come(Request("r", 40)))
+    assert again.cached_tokens == 12, "another of that name has its own beginning"
+
+
 def test_a_part_that_waits_when_the_last_item_lands_is_withdrawn(world):
     part = world.begin(20)
     world.parts.settle("r")

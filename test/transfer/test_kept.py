@@ -183,6 +183,18 @@ def test_a_request_that_ended_needs_nothing():
     assert books.needed() == [wire.Needed("t", over=True)]
 
 
+def test_a_tokenizer_hears_that_its_request_was_aborted():
+    books = keeping()
+    books.claim(books.expect("t", "a"))
+    books.needed()
+    books.ledger.abandon(SCHEDULER, "c", 0.0)
+    assert books.needed() == [wire.Needed("t", over=True, aborted=True)]
+    books.claim(books.expect("u", "a"))
+    books.needed()
+    books.ledger.fail("u", EncodeError("no"), 0.0)
+    assert books.needed() == [wire.Needed("u", over=True)], "its dispatch has said so itself"
+
+
 def test_a_claim_that_overtakes_the_announcement_takes_nothing_along():
     """All of a request may be here, and its claim settled, before its tokenizer is heard."""
     books = keeping()

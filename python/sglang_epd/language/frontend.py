@@ -55,6 +55,10 @@ _WORD_TIMEOUT_S = 1.0
 _SCHEDULER_TIMEOUT_S = 5.0
 
 
+class _AbortedError(Exception):
+    """The scheduler has ended a request before its items had come."""
+
+
 @dataclass(eq=False)
 class _Request:
     """One request on its way.
@@ -286,7 +290,7 @@ class Frontend:
                 endpoint = await self._control.endpoint(min(_RECEIVER_TIMEOUT_S, expect.ttl_s))
                 await self._control.expect(expect)
                 await self._serve(request, ReplyTo(endpoint, expect.ticket), news)
-        except asyncio.CancelledError:
+        except (asyncio.CancelledError, _AbortedError):
             logger.info("Cancelled %d items of %s", len(request.items), request.rid)
             await self._control.cancel(expect.ticket)
             return RequestCancelledError("the request was cancelled")
@@ -341,6 +345,8 @@ class Frontend:
                     if message.begun:
                         _go_on(request)
                         continue
+                    if message.aborted:
+                        raise _AbortedError
                     request.unheard, request.over = False, message.over
                     last = message
                     # Not those again that went without word, and are on their way.

@@ -197,6 +197,10 @@ class PrefixGate:
         name, bare = manifest.name(request), bare_items(request)
         if not bare:
             self.forgo(name)
+            if self._parts is not None:
+                # SGLang may have refused it before its items had come.
+                self._parts.settle(name)
+                self._parts.admit(request)
             return True
         self._unlock(name)
         resting = bare[0][1].resting

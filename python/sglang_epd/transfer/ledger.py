@@ -732,7 +732,8 @@ class Ledger:
             return
         self._stirred.add(ticket)
         self._turns += 1
-        over = over or wire.Needed(ticket, over=True)
+        aborted = isinstance(entry.error, RequestCancelledError)
+        over = over or wire.Needed(ticket, over=True, aborted=aborted)
         self._remember(ticket, entry.error, over)
         self._notify(entry.watcher, over)
 

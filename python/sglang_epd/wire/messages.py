@@ -430,6 +430,7 @@ class Needed(Message, frozen=True, tag="needed"):
         begun: the first item has landed of a request that its tokenizer keeps, and nothing else
             is said.
         over: the request needs nothing any more.
+        aborted: of a request that is over: before its items had come.
         covered, cached: of a request that is over, how many items its first claim had in
             the prefix cache, and how many were here for another's sake.
     """
@@ -438,6 +439,7 @@ class Needed(Message, frozen=True, tag="needed"):
     items: tuple[int, ...] = ()
     begun: bool = False
     over: bool = False
+    aborted: bool = False
     covered: int = 0
     cached: int = 0
 

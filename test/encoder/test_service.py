@@ -255,6 +255,20 @@ async def test_a_grant_that_comes_in_the_queue_spares_the_second_preparation(fak
     assert len(fakes.preprocess.calls) == len(fakes.forwarded.calls) == 2
 
 
+async def test_an_item_whose_receiver_does_not_answer_is_not_in_work(
+    service, fakes, asking, monkeypatch
+):
+    """A language server that is gone would have others refused until its deadlines."""
+    monkeypatch.setattr(service_module, "_ANSWER_S", 0.01)
+    fakes.offered.hold()
+    work = asyncio.create_task(service.encode(asking(b"one")))
+    await until(lambda: service.admission.waiting == 1)
+    assert service.admission.items == 0
+    fakes.offered.go_on()
+    assert [one.state for one in (await work).outcomes] == ["delivered"]
+    assert (service.admission.waiting, service.admission.live) == (0, 0)
+
+
 async def test_a_burst_of_grants_does_not_bring_all_pixels_back(service, fakes, asking):
     waiting = range(6)
     fakes.answers = dict.fromkeys(waiting, WAIT)

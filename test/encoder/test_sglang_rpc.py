@@ -181,6 +181,22 @@ async def test_ports_may_be_named_while_it_encodes_or_before(
     other.close()
 
 
+async def test_an_encoder_that_drains_waits_for_what_is_yet_to_be_pushed(serve, receiver, service):
+    from sglang.srt.disaggregation.encoder.receiver import _grpc_scheduler_receive_url
+
+    target = await serve()
+    begun = asyncio.create_task(encode(target, asked([b"four"])))
+    await until(lambda: service.finished == 1)
+    service.drain()
+    idle = asyncio.create_task(service.wait_idle())
+    await asyncio.sleep(0.05)
+    assert not idle.done(), "nobody has said where to"
+    await _grpc_scheduler_receive_url(target, "r1", f"127.0.0.1:{receiver.port}", 1)
+    await begun
+    await asyncio.wait_for(idle, 10)
+    assert (await receiver.take())[0].req_id == "r1"
+
+
 async def test_without_a_network_or_the_token_nothing_is_read(serve, fakes, receiver):
     target = await serve("secret", networks=())
     code, text = await refused(target, asked([b"a"], receiver.port))

@@ -9,6 +9,7 @@ import time
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterator
 
+import msgspec
 import pytest
 import torch
 import zmq
@@ -658,6 +659,21 @@ async def test_a_dropped_payload_is_an_error_that_says_why(sender, router, error
     await router.say(wire.Ack("t", 0, 7, error))
     with pytest.raises(raised):
         await delivery
+
+
+@pytest.mark.parametrize("renewal", [False, True])
+async def test_a_payload_that_lost_frames_is_offered_once_again(sender, router, renewal):
+    """libzmq connects anew by itself, and goes on with what it has not sent."""
+    again = msgspec.structs.replace(offer(), renewal=renewal)
+    async with sender.offer(router.endpoint, again):
+        await router.receive()
+        delivery = asyncio.create_task(
+            sender.deliver(router.endpoint, granted(), EMBEDDING, PATIENCE_S)
+        )
+        await router.receive()
+        await router.say(wire.Ack("t", 0, 7, wire.ACK_MALFORMED))
+        with pytest.raises(EncodeError if renewal else GrantLostError):
+            await delivery
 
 
 async def test_a_landing_that_was_not_offered_is_refused(sender, router):

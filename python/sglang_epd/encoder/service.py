@@ -16,7 +16,7 @@ import itertools
 import logging
 import math
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -131,7 +131,7 @@ class EncoderService:
         self._sender = sender
         self.admission = admission
         self._metrics = metrics
-        self._live: set[asyncio.Task[EncodeReply]] = set()
+        self._live: Counter[asyncio.Task[Any]] = Counter()
         self.intake = Intake(admission)
         self._ages = itertools.count()
         self.finished = 0
@@ -189,34 +189,35 @@ class EncoderService:
             raise NamespaceError.between(request.namespace, self.namespace)
         urls = sum(item.data is None for item in request.items)
         self.admission.admit(request.request_id, len(request.items), urls)
-        task = asyncio.current_task()
-        assert task is not None
-        self._live.add(task)
         outcomes: list[ItemOutcome] = []
         ended = self._metrics.beside.request(request.items)
-        try:
-            deadline = time.monotonic() + request.ttl_s
-            running: list[asyncio.Task[ItemOutcome]] = []
+        with self.at_work():
+            try:
+                deadline = time.monotonic() + request.ttl_s
+                running: list[asyncio.Task[ItemOutcome]] = []
 
-            def end_all_after_a_hopeless_one(item: asyncio.Task[ItemOutcome]) -> None:
-                if not item.cancelled() and not item.exception() and _is_hopeless(item.result()):
-                    for other in running:
-                        other.cancel()
+                def end_all_after_a_hopeless_one(item: asyncio.Task[ItemOutcome]) -> None:
+                    if (
+                        not item.cancelled()
+                        and not item.exception()
+                        and _is_hopeless(item.result())
+                    ):
+                        for other in running:
+                            other.cancel()
 
-            async with asyncio.TaskGroup() as group:
-                for item in request.items:
-                    age = room.age, item.item
-                    asked = _Asked(request, item, deadline, age, span, delivery or self._sender)
-                    encoding = self._encode_item(asked)
-                    running.append(group.create_task(encoding))
-                    running[-1].add_done_callback(end_all_after_a_hopeless_one)
-            outcomes += [item.result() for item in running if not item.cancelled()]
-            return EncodeReply(request.request_id, self.name, outcomes)
-        finally:
-            self._live.remove(task)
-            self.admission.leave(request.request_id)
-            self.finished += 1
-            ended(outcomes)
+                async with asyncio.TaskGroup() as group:
+                    for item in request.items:
+                        age = room.age, item.item
+                        asked = _Asked(request, item, deadline, age, span, delivery or self._sender)
+                        encoding = self._encode_item(asked)
+                        running.append(group.create_task(encoding))
+                        running[-1].add_done_callback(end_all_after_a_hopeless_one)
+                outcomes += [item.result() for item in running if not item.cancelled()]
+                return EncodeReply(request.request_id, self.name, outcomes)
+            finally:
+                self.admission.leave(request.request_id)
+                self.finished += 1
+                ended(outcomes)
 
     @property
     def healthy(self) -> bool:
@@ -226,6 +227,17 @@ class EncoderService:
     def drain(self) -> None:
         """Take nothing new from now on."""
         self.admission.draining = True
+
+    @contextmanager
+    def at_work(self) -> Iterator[None]:
+        """While the current task does what `wait_idle` waits for."""
+        task = asyncio.current_task()
+        assert task is not None
+        self._live[task] += 1
+        try:
+            yield
+        finally:
+            self._live -= Counter((task,))
 
     async def wait_idle(self) -> None:
         """Return when nothing is in work."""
@@ -418,8 +430,10 @@ class EncoderService:
             # The receiver is slow to answer, or has no memory now.
             hold.want(False)
         with self._stage("grant", asked):
-            if not await offered.answered:
+            await asyncio.wait([offered.answered], timeout=_ANSWER_S)
+            if offered.answered.done() and not offered.answered.result():
                 return await offered.decided
+            # It has no memory now, or does not answer at all.
             with self.admission.awaiting_memory(asked.request.request_id):
                 return await offered.decided
 

@@ -118,7 +118,8 @@ class SglangService:
     async def _encode(self, call: Call) -> Any:
         metrics, status = self._answering.metrics, 499
         try:
-            with metrics.request_seconds.time(), self._answering.service.receiving() as room:
+            service = self._answering.service
+            with metrics.request_seconds.time(), service.receiving() as room, service.at_work():
                 await self._encode_and_push(call, room)
             status = 200
         except EpdError as error:

@@ -51,7 +51,7 @@ logger = logging.getLogger(__name__)
 
 _UNUSED_S = 300.0
 # Until a silent connection is taken for broken, and between attempts to connect anew.
-_DEAD_S = 20.0
+_DEAD_S = 8.0
 _RECONNECT_MS = 100, 2_000
 # Until a port that cannot be connected to fails its offers: a frozen server's can be.
 _REACH_S = 5.0
@@ -73,6 +73,14 @@ _SMALL_BYTES = 1 << 20
 # Of a grant: ticket, item, number.
 _Name = tuple[str, int, int]
 _Frames = list[bytes | memoryview]
+
+
+def _lost(peer: _Peer, granted: Granted, answer: wire.Ack) -> bool:
+    """Whether frames of a payload may be lost: a socket mends a connection that breaks, and this
+    process hears of it later. Not twice of one item."""
+    offer, _ = peer.offers.get((answer.ticket, answer.item), (None, None))
+    inline = granted.way == "inline" and answer.error == wire.ACK_MALFORMED
+    return inline and offer is not None and not offer.renewal
 
 
 def _writes_on() -> bool:
@@ -244,7 +252,7 @@ class Sender:
                 answer = await self._say_written(peer, grant, frames)
         except TimeoutError:
             raise DeadlineError("the language server did not answer in time") from None
-        if answer.error == wire.ACK_NOT_GRANTED:
+        if answer.error == wire.ACK_NOT_GRANTED or _lost(peer, granted, answer):
             raise GrantLostError
         if answer.error:
             raise EncodeError(f"the language server dropped the payload: {answer.error}")

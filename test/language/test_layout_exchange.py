@@ -206,6 +206,22 @@ async def test_a_question_that_stays_without_an_answer_is_asked_once_more(
     assert len(questions) == 4
 
 
+async def test_a_server_that_has_it_ask_again_at_once_is_asked_now_and_then(
+    serve, client, monkeypatch
+):
+    """Which server it is, a user may say."""
+    monkeypatch.setattr(layout_exchange, "_PAUSE_S", 0.0)
+    questions = []
+
+    async def again(_request):
+        questions.append(1)
+        return web.Response(status=202)
+
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(client.ask("127.0.0.1", await serve(again), ROOM), 0.4)
+    assert len(questions) == 1
+
+
 @pytest.mark.parametrize("status", [200, 302, 500])
 async def test_an_answer_that_is_not_ours_is_no_answer(serve, client, status):
     async def other(_request):

@@ -249,6 +249,30 @@ async def test_a_batch_goes_one_way(build):
     await asyncio.gather(*(manager.tokenize(prompt) for prompt in prompts))
 
 
+async def test_no_prompt_of_a_batch_waits_where_others_are_behind_it(build):
+    """Those would not be claimed meanwhile, and could hold the memory that it waits for."""
+    manager = build(min_items=1)
+    prompts = [Prompt("a", ["10"]), Prompt("b", ["20"])]
+    manager.dispatch(Batch(*prompts))
+    tokenized = [await asyncio.wait_for(manager.tokenize(prompt), 5) for prompt in prompts]
+    assert [one.prompt.need_wait_for_mm_inputs for one in tokenized] == [True, True]
+    assert not manager.images.read_items
+
+
+@pytest.mark.parametrize(
+    ("path", "kind"), [("/v1/chat/completions", HTTPException), ("/generate", requests.StreamError)]
+)
+async def test_a_fault_of_this_server_is_told_as_such_in_streams_too(build, path, kind):
+    manager = build(min_items=3)
+    manager.images.error = OverloadedError("too much is being decoded")
+    requests._http.set(SimpleNamespace(url=SimpleNamespace(path=path)))
+    prompt = Prompt(images=["10"], stream=True)
+    manager.dispatch(prompt)
+    with pytest.raises(kind) as raised:
+        await manager.tokenize(prompt)
+    assert raised.value.status_code == 503
+
+
 @pytest.mark.parametrize("media", [{"video_data": [b"9"]}, {"audio_data": [b"9"]}])
 async def test_videos_and_sounds_always_go_to_encoders(build, views, media):
     views.clear()

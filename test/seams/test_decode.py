@@ -15,7 +15,8 @@ from sglang_epd.errors import MediaError, UnavailableError
 from sglang_epd.language.layout_exchange import authorization
 from sglang_epd.observability.language import DecodeMetrics
 from sglang_epd.seams import bootstrap
-from sglang_epd.seams.decode import DecodePrompts, StreamError
+from sglang_epd.seams.decode import DecodePrompts
+from sglang_epd.seams.requests import StreamError
 from sglang_epd.wire.http import ItemLayout, LayoutReply, encode_body
 from sglang_epd.wire.messages import Layout, TensorSpec
 
@@ -261,7 +262,7 @@ async def test_what_no_context_holds_is_refused_before_it_is_laid_out(
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/generate", None])
 async def test_a_failure_has_its_status_in_streams_too(process, prefill, monkeypatch, stream, path):
     http = path and SimpleNamespace(url=SimpleNamespace(path=path))
-    monkeypatch.setattr("sglang_epd.seams.decode.client", lambda: http)
+    monkeypatch.setattr("sglang_epd.seams.requests.client", lambda: http)
     prefill.fails = UnavailableError("no answer")
     event = stream and path != "/v1/chat/completions"
     with pytest.raises(StreamError if event else HTTPException, match="no answer") as refused:

@@ -23,6 +23,7 @@ from sglang_epd.errors import (
 from sglang_epd.language import manifest, reading
 from sglang_epd.language.layouts import Board, Slot
 from sglang_epd.seams import rundir
+from sglang_epd.seams.requests import StreamError
 from sglang_epd.seams.tokenizer import TokenizerSeam
 from sglang_epd.transfer.arena import ReceivedItem
 from sglang_epd.wire.http import LayoutReply, decode_body
@@ -681,6 +682,18 @@ async def test_an_error_is_answered_with_its_status(receive, collector, kind, st
     with pytest.raises(HTTPException) as raised:
         await receive(Request(images=[b"1"]))
     assert (raised.value.status_code, raised.value.detail) == (status, "what went wrong")
+
+
+@pytest.mark.parametrize("path", [None, "/generate", "/v1/chat/completions"])
+async def test_an_error_has_its_status_in_streams_too(receive, collector, monkeypatch, path):
+    """SGLang has begun the answer of a stream of /generate, and tells only a ValueError in it."""
+    http = None if path is None else SimpleNamespace(url=SimpleNamespace(path=path))
+    monkeypatch.setattr("sglang_epd.seams.requests.client", lambda: http)
+    collector.error = MediaForbiddenError("what went wrong")
+    kind = HTTPException if path == "/v1/chat/completions" else StreamError
+    with pytest.raises(kind, match="what went wrong") as raised:
+        await receive(Request(images=[b"1"], stream=True))
+    assert raised.value.status_code == 403
 
 
 async def test_the_tokenizers_items_have_rooms_too(receive, seam, frontend, collector):

@@ -175,6 +175,10 @@ class Adaptive:
         if not _local(items) or _of_a_session(prompt):
             return await original(manager, prompt)
         underway = request.sent[prompt.rid]
+        if underway is not None and len(request.sent) > 1:
+            # SGLang sends the prompts of a batch one after the other. Those behind one that waited
+            # here would not be claimed, and could hold the memory that it waits for.
+            return await original(manager, prompt)
         tokenized, reason = await self._elsewhere(original, manager, prompt, underway)
         if not reason:
             return tokenized
@@ -188,15 +192,14 @@ class Adaptive:
         self, original: Any, manager: Any, prompt: Any, items: list[EncodeItem], deadline: float
     ) -> Any:
         """As one server does it, but for how media are read."""
-        from fastapi import HTTPException
-
         try:
             read = await self._images.read(items, deadline)
         except EpdError as error:
-            if error.status == HTTPStatus.BAD_REQUEST or getattr(prompt, "stream", False):
+            streams = getattr(prompt, "stream", False) and error.status < 500
+            if error.status == HTTPStatus.BAD_REQUEST or streams:
                 # Of a stream too this is an answer with a status, before it begins.
                 raise ValueError(error.message) from None
-            raise HTTPException(error.status, error.message) from None
+            requests.refuse(prompt, error)
         self._frontend.encoded_here(len(read))
         prompt.image_data = [
             _with_options(one.image, item) for one, item in zip(read, items, strict=True)
@@ -261,7 +264,7 @@ class Adaptive:
 
         try:
             tokenized = await original(manager, prompt)
-        except HTTPException as error:
+        except (HTTPException, requests.StreamError) as error:
             # zmq_to_tokenizer: this curable error, and no other.
             if error.status_code != HTTPStatus.SERVICE_UNAVAILABLE:
                 raise

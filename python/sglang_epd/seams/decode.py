@@ -7,10 +7,8 @@ it is asked instead.
 Leans on `managers.tokenizer_manager.TokenizerManager`: its `context_len`, and
 `_tokenize_one_request`, which calls
 `mm_processor.process_mm_data_async(image_data=, audio_data=, input_text=, request_obj=,
-max_req_input_len=)` with the prompt already chosen. An `HTTPException` is answered with its
-status, of a chat in a stream too; in a stream of `/generate` a `ValueError` is an event with its
-`status_code`, or 400. Its scheduler takes media items without features, because it never runs a
-forward over a prompt.
+max_req_input_len=)` with the prompt already chosen. Its scheduler takes media items without
+features, because it never runs a forward over a prompt.
 """
 
 from __future__ import annotations
@@ -18,7 +16,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Awaitable, Callable, Mapping
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -33,15 +31,13 @@ from sglang_epd.errors import (
 )
 from sglang_epd.seams import bootstrap, roles, tracing
 from sglang_epd.seams.prompt import lays_out
-from sglang_epd.seams.requests import client
+from sglang_epd.seams.requests import refuse
 from sglang_epd.wire.http import ItemLayout
 
 if TYPE_CHECKING:  # imports prometheus_client, which SGLang must come before
     from sglang_epd.observability.language import DecodeMetrics
 
 logger = logging.getLogger(__name__)
-
-_PRIMED = ("/v1/chat/completions", "/v1/completions", "/invocations")
 
 
 def set_up(manager: Any) -> None:
@@ -126,7 +122,7 @@ class DecodePrompts:
         except EpdError as error:
             self._prompts.labels("refused" if error.http_status < 500 else "failed").inc()
             logger.warning("Prefill of %s failed: %s (%s)", request_obj.rid, error, error.code)
-            _refuse(request_obj, error)
+            refuse(request_obj, error)
         if output is not None:
             self._prompts.labels("known").inc()
             return output
@@ -182,25 +178,3 @@ def lays_out_prompts(manager: Any) -> bool:
     """Whether a decode server's prompts are laid out here."""
     process = getattr(manager.mm_processor, "process_mm_data_async", None)
     return isinstance(getattr(process, "__self__", None), DecodePrompts)
-
-
-class StreamError(ValueError):
-    """The end of a stream, in an event.
-
-    Attributes:
-        status_code: the event's code.
-    """
-
-    def __init__(self, error: EpdError) -> None:
-        super().__init__(error.message)
-        self.status_code = int(error.http_status)
-
-
-def _refuse(request: Any, error: EpdError) -> NoReturn:
-    from fastapi import HTTPException
-
-    http = client()
-    # Of these SGLang reads the first chunk before it answers the stream with any status.
-    if request.stream and (http is None or not http.url.path.endswith(_PRIMED)):
-        raise StreamError(error) from None
-    raise HTTPException(status_code=error.http_status, detail=error.message) from None

@@ -7,7 +7,9 @@ decode servers, too. Leans on
 of its parts (the multimodal processor is there before it; it makes the bootstrap server of a
 prefill server and then the multimodal receiver), on `_init_req_state(obj, request)`, which
 `generate_request` calls with the HTTP request (None of one that did not come over HTTP), and on
-`abort_request(rid)`; the live requests are in its `rid_to_state`.
+`abort_request(rid)`; the live requests are in its `rid_to_state`. An `HTTPException` that is raised
+there is answered with its status, of a chat in a stream too; in a stream of `/generate` a
+`ValueError` is an event with its `status_code`, or 400.
 """
 
 from __future__ import annotations
@@ -16,9 +18,13 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, NoReturn
+
+from sglang_epd.errors import EpdError
 
 _LOOK_S = 0.5
+# Of these SGLang reads the first chunk before it answers a stream with any status.
+_PRIMED = ("/v1/chat/completions", "/v1/completions", "/invocations")
 # The `fastapi.Request` that the current task serves.
 _http: ContextVar[Any] = ContextVar("sglang_epd_http", default=None)
 
@@ -85,6 +91,35 @@ def noted(_result: Any, _manager: Any, _obj: Any, request: Any = None) -> None:
 def client() -> Any:
     """The HTTP request that the current task serves; None where it serves none."""
     return _http.get()
+
+
+class StreamError(ValueError):
+    """The end of a stream, in an event.
+
+    Attributes:
+        status_code: the event's code.
+        detail: its message.
+    """
+
+    def __init__(self, error: EpdError) -> None:
+        super().__init__(error.message)
+        self.status_code, self.detail = int(error.http_status), error.message
+
+
+def refuse(request: Any, error: EpdError) -> NoReturn:
+    """End a request that has no answer yet, in `_tokenize_one_request`.
+
+    Raises:
+        fastapi.HTTPException: with the status and message for the user.
+        StreamError: the same, of a stream of which an event is the first word.
+    """
+    from fastapi import HTTPException
+
+    http = client()
+    streams = getattr(request, "stream", False)
+    if streams and (http is None or not http.url.path.endswith(_PRIMED)):
+        raise StreamError(error) from None
+    raise HTTPException(error.http_status, error.message) from None
 
 
 @asynccontextmanager

@@ -49,7 +49,7 @@ from sglang_epd.seams import (
 )
 from sglang_epd.seams.large_bodies import Turns, stop_at_the_first_error
 from sglang_epd.seams.precomputed import have_embeddings
-from sglang_epd.seams.requests import aborted_when_left, client
+from sglang_epd.seams.requests import aborted_when_left, client, refuse
 from sglang_epd.tally import LoopLag
 from sglang_epd.transfer.control import Control
 from sglang_epd.wire.http import EncodeItem, ItemLayout
@@ -249,9 +249,8 @@ class TokenizerSeam:
         None is what the prompts of a batch come with) to process the media on this server.
 
         Raises:
-            fastapi.HTTPException: with the status and message for the user.
+            fastapi.HTTPException, StreamError: as of `refuse`.
         """
-        from fastapi import HTTPException
         from sglang.srt.runtime_context import get_disagg
 
         # A user may write the field; without a tower here it means nothing.
@@ -263,7 +262,7 @@ class TokenizerSeam:
         if not isinstance(outcome, EpdError):
             return outcome
         # Not where the error was caught: with it the exception would keep the items alive.
-        raise HTTPException(outcome.http_status, outcome.message)
+        refuse(request_obj, outcome)
 
     def cancel(self, rid: str = "", abort_all: bool = False) -> None:
         """After `abort_request`: encoders hear of it.
@@ -393,8 +392,7 @@ class TokenizerSeam:
                     continue
                 one = samples.Sampled(prompt.rid, begin)
                 samples.mark(prompt, one)
-                if before is None or self.adaptive is not None:
-                    # Where the tower here may have its items, it is asked how they do.
+                if before is None:
                     one.announce()
                 else:
                     before.following = one

@@ -115,6 +115,9 @@ def serving(hub: Hub) -> Iterator[Hub]:
             folder = self._revision(repository, revision)
             if folder is None:
                 return
+            if repository in hub.gated:
+                self._missing("GatedRepo", status=HTTPStatus.FORBIDDEN)
+                return
             commit = {"X-Repo-Commit": hub.commit(folder)}
             path = folder / name
             if not path.is_file():
@@ -150,9 +153,6 @@ def serving(hub: Hub) -> Iterator[Hub]:
         def _revision(self, repository: str, revision: str) -> Path | None:
             if repository not in hub.repositories:
                 self._missing("RepoNotFound")
-                return None
-            if repository in hub.gated:
-                self._missing("GatedRepo", status=HTTPStatus.FORBIDDEN)
                 return None
             folder = hub.folder(repository, revision)
             if folder is None:

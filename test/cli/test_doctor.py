@@ -412,6 +412,31 @@ def test_a_torch_that_sees_none_of_the_gpus_is_found(gpus, monkeypatch, sees, ve
     assert verdict is Verdict.OK or found.mend
 
 
+@pytest.mark.parametrize(
+    ("driver", "hidden", "subject", "verdict"),
+    [
+        (True, None, "torch", Verdict.FAIL),
+        (True, "", "accelerators", Verdict.NOTE),
+        (False, None, "accelerators", Verdict.NOTE),
+    ],
+    ids=["without its GPUs", "hidden", "no GPU"],
+)
+def test_a_container_that_was_given_none_of_its_hosts_gpus_is_found(
+    tmp_path, monkeypatch, driver, hidden, subject, verdict
+):
+    """It has no nvidia-smi either, and servers end there."""
+    version = tmp_path / "version"
+    if driver:
+        version.touch()
+    monkeypatch.setattr(machine, "_DRIVER", version)
+    monkeypatch.setattr(machine, "accelerators", list)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if hidden is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
+    (found,) = machine.devices()
+    assert (found.subject, found.verdict) == (subject, verdict)
+
+
 class Picture(QuietHandler):
     def do_GET(self) -> None:
         self.send_response(200 if self.path == "/cat.png" else 404)

@@ -144,6 +144,37 @@ def test_what_is_killed_is_started_again(tmp_path):
     assert not alive(supervisor)
 
 
+def test_what_is_started_again_waits_for_none_that_was_given_up(tmp_path):
+    """A router would be down for good, though another server of the role answers."""
+    supervisor: Supervisor
+
+    def kill(name: str) -> None:
+        (pid,) = [told["pid"] for told in supervisor.describe() if told["name"] == name]
+        os.kill(pid, signal.SIGKILL)
+
+    def act(name: str, text: str) -> None:
+        if name == "language-1" and text.startswith("restart"):
+            kill(name)
+        elif name == "language-1" and text.endswith("given up"):
+            kill("router")
+        elif name == "router" and text.startswith("restart"):
+            interrupt()
+
+    recorder = Recorder(act)
+    both = ("language-0", "language-1")
+    supervisor = supervise(
+        tmp_path,
+        recorder,
+        *(server(name, "language") for name in both),
+        server("router", "router", needs=both),
+    )
+    recorder.when_ready = lambda: kill("language-1")
+    until = time.monotonic() + 30.0
+    recorder.tick = lambda _waiting: time.monotonic() > until and interrupt()
+    supervisor.run()
+    assert supervisor.describe()[-1]["restarts"] == 1, "the router's"
+
+
 def test_logs_of_servers_that_talk_for_days_do_not_grow(tmp_path, monkeypatch):
     monkeypatch.setattr(logs, "_MAX_LOG_BYTES", 1000)
     chatty = """

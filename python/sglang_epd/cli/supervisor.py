@@ -136,16 +136,19 @@ class Supervisor:
 
     def _look_after(self, charge: Supervised, threads: ThreadPoolExecutor) -> None:
         now, life = time.monotonic(), charge.life
-        if life.due(now) and all(
-            one.life.state is State.READY
-            for one in self._charges
-            if one.server.name in charge.server.needs
-        ):
+        if life.due(now) and self._has_its_needs(charge):
             self._start(charge, now)
         elif life.running and not charge.process.running:
             self._bury(charge, now)
         elif life.running:
             self._check(charge, now, threads)
+
+    def _has_its_needs(self, charge: Supervised) -> bool:
+        needed = [one for one in self._charges if one.server.name in charge.server.needs]
+        if charge.life.state is State.DOWN:
+            # What was given up does not come, and others of its role serve.
+            needed = [one for one in needed if one.life.state is not State.FAILED]
+        return all(one.life.state is State.READY for one in needed)
 
     def _start(self, charge: Supervised, now: float) -> None:
         again = charge.life.state is State.DOWN

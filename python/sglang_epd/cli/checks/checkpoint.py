@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import struct
 from collections.abc import Iterator
@@ -80,12 +81,19 @@ def _cached(model: str) -> Path | Finding:
 def _on_hub(model: str, missing: str) -> Finding:
     """Whether a server could download it; the hub is asked."""
     import httpx  # of huggingface_hub
-    from huggingface_hub import HfApi, constants
-    from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError
+    from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url
+    from huggingface_hub.errors import (
+        EntryNotFoundError,
+        GatedRepoError,
+        HfHubHTTPError,
+        RepositoryNotFoundError,
+    )
 
     subject, place = "checkpoint", constants.ENDPOINT
     try:
-        HfApi().model_info(model, timeout=_HUB_TIMEOUT_S)
+        # Of a file: all may list those behind a gate.
+        with contextlib.suppress(EntryNotFoundError):
+            get_hf_file_metadata(hf_hub_url(model, "config.json"), timeout=_HUB_TIMEOUT_S)
     except GatedRepoError:
         return fail(subject, f"{missing}; {place} gates it", "accept its terms, and set HF_TOKEN")
     except RepositoryNotFoundError:

@@ -24,6 +24,8 @@ USUAL_PORTS = {
 _FILES = 65_536
 _SEES_GPU = "import torch as t; print(t.__version__, t.version.cuda, t.cuda.is_available())"
 _TORCH_TIMEOUT_S = 120.0
+# As for servers (`platform`): there on a host with the driver, in its containers too.
+_DRIVER = Path("/proc/driver/nvidia/version")
 # From <sys/timex.h>: the answer of adjtimex while nothing disciplines the clock, and room
 # for its structure.
 _TIME_ERROR = 5
@@ -41,6 +43,10 @@ def devices() -> Iterator[Finding]:
         yield ok("accelerators", f"{len(found)} NVIDIA GPUs: {', '.join(found)}")
         yield _torch()
         yield from _taken()
+        return
+    if _DRIVER.exists() and os.environ.get("CUDA_VISIBLE_DEVICES") is None:
+        # A container without its tool may have GPUs all the same.
+        yield _torch()
     else:
         cores = len(os.sched_getaffinity(0))
         yield note("accelerators", f"no NVIDIA GPU; {cores} cores, if SGLang finds no other device")
@@ -58,7 +64,10 @@ def _torch() -> Finding:
     found = f"{version} sees no GPU, and servers would run on the CPU"
     if cuda == "None":
         return fail("torch", f"{found}: it is built without CUDA", "install sglang's own torch")
-    mend = f"a driver for CUDA {cuda} (`nvidia-smi` shows up to which it goes), or another torch"
+    mend = (
+        f"give the container the GPUs; or a driver for CUDA {cuda} (`nvidia-smi` shows up to "
+        "which it goes), or another torch"
+    )
     return fail("torch", found, mend)
 
 

@@ -286,6 +286,23 @@ async def test_fifty_who_ask_at_once_share_a_request(
     assert ask.admission.nbytes == 0
 
 
+@pytest.mark.parametrize("asked_later", [False, True])
+async def test_what_is_on_its_way_when_all_is_forgotten_is_not_remembered(
+    ask: Asker, site: Site, asked_later: bool
+) -> None:
+    """The content may have been replaced meanwhile, and who asks later is to have the new one."""
+    site.gate.clear()
+    asking = [asyncio.create_task(ask())]
+    await until(lambda: len(site.asked) == 1)
+    assert ask.reader.forget() == 0
+    if asked_later:
+        asking.append(asyncio.create_task(ask()))
+        await until(lambda: len(site.asked) == 2)
+    site.gate.set()
+    assert set(await asyncio.gather(*asking)) <= {WHOLE, KNOWN}
+    assert len(ask.reader.memory) == asked_later
+
+
 async def test_who_joined_a_fetch_that_makes_way_fetches_for_itself(
     metrics, site: Site, monkeypatch
 ) -> None:

@@ -3,6 +3,8 @@ from __future__ import annotations
 import asyncio
 import base64
 import gzip
+import os
+import resource
 import socket
 import ssl
 import time
@@ -23,6 +25,7 @@ from sglang_epd.errors import (
     MediaError,
     MediaForbiddenError,
     MediaTooLargeError,
+    UnavailableError,
 )
 from sglang_epd.media import (
     FetchedMedia,
@@ -94,6 +97,24 @@ async def test_inline_media_is_hashed_and_bounded() -> None:
             await fetcher.fetch(MediaSource(data=bytes((1 << 20) + 1)), in_seconds(5))
         with pytest.raises(MediaError, match="empty"):
             await fetcher.fetch(MediaSource(data=b""), in_seconds(5))
+
+
+async def test_want_of_descriptors_is_no_fault_of_the_users(serve: Serve) -> None:
+    async def handle(_request: web.Request) -> web.Response:
+        return web.Response(body=BODY)
+
+    url = await serve(handle)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    async with MediaFetcher(local_limits()) as fetcher:
+        free = os.dup(0)
+        os.close(free)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (free, hard))
+        try:
+            with pytest.raises(UnavailableError, match=r"no connection can be opened .*EMFILE"):
+                await fetcher.fetch(MediaSource(url=url), in_seconds(5))
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        assert (await fetcher.fetch(MediaSource(url=url), in_seconds(5))).data == BODY
 
 
 async def test_connections_are_reused(serve: Serve) -> None:

@@ -100,7 +100,7 @@ def create_app(
 
     @guarded.delete("/v1/urls")
     async def clear_urls() -> Response:
-        return JSONResponse({"dropped": service.urls.memory.clear()})
+        return JSONResponse({"dropped": service.urls.forget()})
 
     @app.get("/v1/info")
     @app.get("/model_info")

@@ -64,6 +64,8 @@ class UrlReader:
         self.memory = memory
         self._metrics = metrics
         self._flights: dict[bytes, _Flight] = {}
+        # How often all was forgotten.
+        self._forgotten = 0
 
     async def read(
         self,
@@ -97,6 +99,13 @@ class UrlReader:
                 return Content(known.digest)
             media = await self._share(source, url, arrival)
             return Content(media.digest, media.data)
+
+    def forget(self) -> int:
+        """Forget all URLs, and let nothing that is on its way be remembered, or joined; how many
+        were remembered."""
+        self._flights.clear()
+        self._forgotten += 1
+        return self.memory.clear()
 
     async def close(self) -> None:
         """Cancel the fetches in flight."""
@@ -159,6 +168,7 @@ class UrlReader:
 
     async def _ask(self, source: MediaSource, name: bytes, arrival: Arrival) -> FetchedMedia:
         """Fetch a URL, and remember the answer as far as it may be."""
+        began = self._forgotten
         try:
             media = await self._fetcher.ask(source, arrival)
         except MediaError as error:
@@ -170,7 +180,7 @@ class UrlReader:
         if obstacle:
             self._metrics.url_uncacheable.labels(obstacle).inc()
             self.memory.drop(name)
-        else:
+        elif began == self._forgotten:
             self.memory.keep(name, media.digest, len(media.data), media.trail)
         self._count("missed")
         return media

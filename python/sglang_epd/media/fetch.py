@@ -9,6 +9,7 @@ they arrive (`_read_body`) and are unpacked (`_unpack`), the time round all of i
 from __future__ import annotations
 
 import asyncio
+import errno
 import io
 import os
 import socket
@@ -25,7 +26,7 @@ import aiohttp
 from aiohttp.abc import AbstractResolver
 from yarl import URL
 
-from sglang_epd.errors import MediaError, MediaForbiddenError
+from sglang_epd.errors import EpdError, MediaError, MediaForbiddenError, UnavailableError
 from sglang_epd.media.fetcher import (
     FetchedMedia,
     Fetcher,
@@ -61,6 +62,11 @@ _CHUNK_BYTES = 256
 _LARGE_BYTES = 1 << 20
 _LARGE_READS = 2
 _FILE_THREADS = 8
+# How long a connection without a request is kept: those over TLS take a quarter of a MiB each, and
+# a URL may lead over several hosts.
+_IDLE_S = 2.0
+# Of a connection that did not come about, for want of descriptors or memory.
+_OWN_FAULTS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS})
 _HEADERS = {
     "Accept": "*/*",
     # Media is compressed already; packed transfer only serves decompression bombs.
@@ -110,6 +116,7 @@ class MediaFetcher(Fetcher):
         self._resolver = self._resolver or SystemResolver()
         connector = aiohttp.TCPConnector(
             limit=self._concurrency,
+            keepalive_timeout=_IDLE_S,
             resolver=self._resolver,
             socket_factory=self._guarded_socket,
         )
@@ -297,11 +304,15 @@ def _redirect_target(url: URL, response: aiohttp.ClientResponse) -> URL:
         raise MediaError(f"{url.raw_host} redirects to a malformed URL") from None
 
 
-def _network_error(host: str, error: Exception) -> MediaError:
+def _network_error(host: str, error: Exception) -> EpdError:
     """Say what failed without the error's text, which may hold addresses or the URL."""
     cause = getattr(error, "os_error", error)  # of a connection that did not come about
     if isinstance(cause, _AddressRefused):
         return MediaForbiddenError(f"host {host} is not at a public address")
+    if isinstance(cause, OSError) and cause.errno in _OWN_FAULTS:
+        return UnavailableError(
+            f"no connection can be opened here ({errno.errorcode[cause.errno]})"
+        )
     for kind, reason, text in _NETWORK_REASONS:
         if isinstance(error, kind):
             return MediaError(text.format(host=host), reason=reason)

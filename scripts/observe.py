@@ -66,7 +66,10 @@ RIGHTLY_EMPTY = {
     "Prompts on decode servers": "there is none",
     "Declined and dropped": "nothing was",
     "Failures and refusals": "nothing was refused",
-    "Wait for memory, p99": "nothing waited",
+    "Wait for memory or the prefix cache, p99": "nothing waited",
+    "Waiting and running": "prefill and decode are not apart",
+    "Late, p99": "there is no decode server",
+    "Stood still for over 300 ms, times a minute": "there is no decode server",
 }
 
 

@@ -125,7 +125,7 @@ HOOKS = (
     # ... tokenizer process: large media are read in a thread, before the request is begun.
     _manager("generate_request", "around", requests.around("read_first")),
     # ... tokenizer process: how late its event loop is; a large request's turn is over.
-    _manager("auto_create_handle_loop", "after", requests.after("begun")),
+    _manager("auto_create_handle_loop", "after", requests.begun),
     # ... tokenizer process: encoders hear that a request is over.
     _manager("abort_request", "after", requests.after("cancel")),
     _manager("_release_req_states_on_failure", "after", requests.after("cancel_refused")),

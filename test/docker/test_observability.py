@@ -86,7 +86,7 @@ def test_every_name_in_every_query_exists(query, ours, sglang_metrics):
     for selector in found:
         assert selector.name in {*ours, *sglang_metrics, "up"}, selector.name
         labels |= ours.get(selector.name, set())
-        asked = {matcher.name for matcher in selector.matchers.matchers} - {"instance"}
+        asked = {matcher.name for matcher in selector.matchers.matchers} - {"instance", "job"}
         bounds = {"le"} if selector.name.endswith("_bucket") else set()
         assert asked <= ours.get(selector.name, set()) | bounds, selector.name
     assert set(grouped(parsed)) <= labels
@@ -209,7 +209,9 @@ def check(folder, text):
 
 
 @pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not in PATH")
-@pytest.mark.parametrize(("of", "more"), [("dispatch", ',loop="tokenizer"'), ("encoder", "")])
+@pytest.mark.parametrize(
+    ("of", "more"), [("dispatch", ',loop="tokenizer"'), ("encoder", ""), ("decode", "")]
+)
 def test_a_loop_that_stands_still_raises_an_alert_and_no_other_does(tmp_path, of, more):
     check(tmp_path, _STALLS.format(alerts=OBSERVABILITY / "alerts.yaml", of=of, more=more))
 
@@ -251,6 +253,12 @@ tests:
             {'sglang:epd_encoder_loop_lag_seconds_count{instance="b"}': "0+10x10 0+10x50"},
         ),
         (
+            "EpdServerRestarts",
+            'sglang:epd_decode_loop_lag_seconds_count{instance="a"}',
+            "0+10x10 0+10x10 0+10x40",
+            {},
+        ),
+        (
             "EpdServerDown",
             'up{instance="a"}',
             "1x20 0x300",
@@ -259,6 +267,8 @@ tests:
                 'up{instance="b"}': "1x20 0x300",
             },
         ),
+        # One that is asked by name is missed though it never answered.
+        ("EpdServerDown", 'up{instance="a",job="sglang-epd"}', "0x6300", {}),
         (
             "EpdMediaFail",
             'sglang:epd_dispatch_failures_total{instance="a",reason="TokenError"}',
@@ -305,5 +315,6 @@ def test_a_fault_raises_its_alert_and_others_of_its_kind_none(
     lines = [f"      - series: '{one}'\n        values: '{told}'" for one, told in more.items()]
     told = {"alert": alert, "series": series, "values": values, "more": "\n".join(lines)}
     # A server that is down for long is down.
-    for at in ("15m", "75m") if alert == "EpdServerDown" else ("15m",):
+    later = ["75m"] * (alert == "EpdServerDown") + ["26h"] * ("job=" in series)
+    for at in ("15m", *later):
         check(tmp_path, _RULES.format(alerts=OBSERVABILITY / "alerts.yaml", at=at, **told))

@@ -18,6 +18,8 @@ from starlette.routing import Route
 from seams.conftest import listening
 from sglang_epd.seams import decode, requests
 from sglang_epd.seams.tokenizer import TokenizerSeam
+from sglang_epd.tally import LoopLag
+from waiting import until
 
 PATIENCE_S = 10.0
 # More than uvicorn reads before somebody asks for it.
@@ -187,3 +189,13 @@ def test_who_is_told(flags, monkeypatch, language_only, mode, told):
     made = SimpleNamespace(mm_receiver=receiver)
     requests.made(None, made, start_pd_bootstrap_service=True)
     assert seen == told
+
+
+async def test_the_loop_of_a_decode_server_is_watched_from_its_first_request_on(monkeypatch):
+    late: list[float] = []
+    lag = LoopLag(late.append)
+    monkeypatch.setattr(requests.Watched, "lag", lag)
+    for _ in range(2):
+        requests.begun(None, SimpleNamespace())
+    await until(lambda: late)
+    lag.stop()

@@ -148,6 +148,10 @@ class DecodeMetrics(Metrics):
         "has left (refused), or for a server's (failed)",
         "layout",
     )
+    loop_lag_seconds = histogram(
+        "How late a timer was that fires ten times a second, in the tokenizer's event loop",
+        buckets=LAG_BUCKETS_S,
+    )
 
     def __init__(self, registry: CollectorRegistry = REGISTRY) -> None:
         super().__init__(registry)

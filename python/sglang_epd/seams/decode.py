@@ -31,7 +31,8 @@ from sglang_epd.errors import (
 )
 from sglang_epd.seams import bootstrap, roles, tracing
 from sglang_epd.seams.prompt import lays_out
-from sglang_epd.seams.requests import refuse
+from sglang_epd.seams.requests import Watched, refuse
+from sglang_epd.tally import LoopLag
 from sglang_epd.wire.http import ItemLayout
 
 if TYPE_CHECKING:  # imports prometheus_client, which SGLang must come before
@@ -62,13 +63,15 @@ def set_up(manager: Any) -> None:
         logger.info("Prompts are laid out as SGLang does it: %s", error)
         return
     logs.install()
+    metrics = DecodeMetrics(roles.registry())
+    Watched.lag = LoopLag(metrics.loop_lag_seconds.observe)
     prompts = DecodePrompts(
         processor=layer,
         original=processor.process_mm_data_async,
         ask=LayoutClient(bootstrap.trust().token).ask,
         default_port=disagg.disaggregation_bootstrap_port,
         context_tokens=manager.context_len,
-        metrics=DecodeMetrics(roles.registry()),
+        metrics=metrics,
         live=manager.rid_to_state,
     )
     processor.process_mm_data_async = prompts.process

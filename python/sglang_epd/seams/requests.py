@@ -1,8 +1,8 @@
 """Hooks on SGLang's tokenizer manager: requests that begin, end, or lose their client.
 
 Each finds the receiver through `manager.mm_receiver`, which only a language server has
-(`seams/tokenizer.py`), and passes straight through without one; `noted` and `made` are those of
-decode servers, too. Leans on
+(`seams/tokenizer.py`), and passes straight through without one; `made`, `begun` and `noted` are
+those of decode servers, too. Leans on
 `managers.tokenizer_manager.TokenizerManager`: on `init_disaggregation`, which makes the last
 of its parts (the multimodal processor is there before it; it makes the bootstrap server of a
 prefill server and then the multimodal receiver), on `_init_req_state(obj, request)`, which
@@ -21,6 +21,7 @@ from contextvars import ContextVar
 from typing import Any, NoReturn
 
 from sglang_epd.errors import EpdError
+from sglang_epd.tally import LoopLag
 
 _LOOK_S = 0.5
 # Of these SGLang reads the first chunk before it answers a stream with any status.
@@ -79,6 +80,23 @@ def made(_result: None, manager: Any, **_options: Any) -> None:
         manager.mm_receiver.attach(manager)
     elif disagg.disaggregation_mode == "decode":
         decode.set_up(manager)
+
+
+class Watched:
+    """In this process.
+
+    Attributes:
+        lag: measures a decode server's event loop.
+    """
+
+    lag: LoopLag | None = None
+
+
+def begun(result: None, manager: Any, *args: Any, **options: Any) -> None:
+    """After `auto_create_handle_loop`, in the event loop that SGLang serves requests in."""
+    after("begun")(result, manager, *args, **options)
+    if Watched.lag is not None:
+        Watched.lag.start()
 
 
 def noted(_result: Any, _manager: Any, _obj: Any, request: Any = None) -> None:

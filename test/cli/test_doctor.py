@@ -429,7 +429,7 @@ def test_a_container_that_was_given_none_of_its_hosts_gpus_is_found(
     if driver:
         version.touch()
     monkeypatch.setattr(machine, "_DRIVER", version)
-    monkeypatch.setattr(machine, "accelerators", list)
+    monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if hidden is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)

@@ -69,6 +69,7 @@ def test_an_image_is_downloaded_once_and_the_answer_is_one_servers(
     router.generation(*site.linked(case(photographs)), tokens=TOKENS).check(expected)
     assert sorted(site.asked) == sorted(site.files)
     assert (laid_out("known"), laid_out("own"), laid_out("failed")) == (1, 0, 0)
+    assert total(topology.urls["decode"], "decode_loop_lag_seconds_count"), "it is watched"
 
 
 def test_an_image_named_twice_is_laid_out_twice(

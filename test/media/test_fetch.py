@@ -36,6 +36,7 @@ from sglang_epd.media import (
 )
 from sglang_epd.media.limits import NO_LIMIT
 from sglang_epd.media.slots import Account
+from waiting import until
 
 BODY = b"picture" * 1000
 
@@ -115,6 +116,21 @@ async def test_want_of_descriptors_is_no_fault_of_the_users(serve: Serve) -> Non
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
         assert (await fetcher.fetch(MediaSource(url=url), in_seconds(5))).data == BODY
+
+
+async def test_idle_connections_have_a_bound(serve: Serve) -> None:
+    """A URL may lead to many hosts, each of which would have one kept."""
+    connections = []
+
+    async def handle(request: web.Request) -> web.Response:
+        connections.append(request.transport)
+        return web.Response(body=BODY)
+
+    async with MediaFetcher(local_limits(), concurrency=4) as fetcher:
+        for _ in range(12):
+            await fetcher.fetch(MediaSource(url=await serve(handle)), in_seconds(5))
+        await until(lambda: sum(not one.is_closing() for one in connections) == 5)
+        assert len(connections) == 12
 
 
 async def test_connections_are_reused(serve: Serve) -> None:

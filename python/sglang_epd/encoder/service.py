@@ -187,37 +187,39 @@ class EncoderService:
         span.note(encoder=self.name, request_id=request.request_id, items=len(request.items))
         if request.namespace != self.namespace:
             raise NamespaceError.between(request.namespace, self.namespace)
+        with self._admitted(request) as outcomes:
+            deadline = time.monotonic() + request.ttl_s
+            running: list[asyncio.Task[ItemOutcome]] = []
+
+            def end_all_after_a_hopeless_one(item: asyncio.Task[ItemOutcome]) -> None:
+                if not item.cancelled() and not item.exception() and _is_hopeless(item.result()):
+                    for other in running:
+                        other.cancel()
+
+            async with asyncio.TaskGroup() as group:
+                for item in request.items:
+                    age = room.age, item.item
+                    asked = _Asked(request, item, deadline, age, span, delivery or self._sender)
+                    encoding = self._encode_item(asked)
+                    running.append(group.create_task(encoding))
+                    running[-1].add_done_callback(end_all_after_a_hopeless_one)
+            outcomes += [item.result() for item in running if not item.cancelled()]
+            return EncodeReply(request.request_id, self.name, outcomes)
+
+    @contextmanager
+    def _admitted(self, request: EncodeRequest) -> Iterator[list[ItemOutcome]]:
+        """While a request's items are in work; takes their outcomes."""
         urls = sum(item.data is None for item in request.items)
         self.admission.admit(request.request_id, len(request.items), urls)
         outcomes: list[ItemOutcome] = []
         ended = self._metrics.beside.request(request.items)
-        with self.at_work():
-            try:
-                deadline = time.monotonic() + request.ttl_s
-                running: list[asyncio.Task[ItemOutcome]] = []
-
-                def end_all_after_a_hopeless_one(item: asyncio.Task[ItemOutcome]) -> None:
-                    if (
-                        not item.cancelled()
-                        and not item.exception()
-                        and _is_hopeless(item.result())
-                    ):
-                        for other in running:
-                            other.cancel()
-
-                async with asyncio.TaskGroup() as group:
-                    for item in request.items:
-                        age = room.age, item.item
-                        asked = _Asked(request, item, deadline, age, span, delivery or self._sender)
-                        encoding = self._encode_item(asked)
-                        running.append(group.create_task(encoding))
-                        running[-1].add_done_callback(end_all_after_a_hopeless_one)
-                outcomes += [item.result() for item in running if not item.cancelled()]
-                return EncodeReply(request.request_id, self.name, outcomes)
-            finally:
-                self.admission.leave(request.request_id)
-                self.finished += 1
-                ended(outcomes)
+        try:
+            with self.at_work():
+                yield outcomes
+        finally:
+            self.admission.leave(request.request_id)
+            self.finished += 1
+            ended(outcomes)
 
     @property
     def healthy(self) -> bool:

@@ -62,9 +62,8 @@ _CHUNK_BYTES = 256
 _LARGE_BYTES = 1 << 20
 _LARGE_READS = 2
 _FILE_THREADS = 8
-# How long a connection without a request is kept: those over TLS take a quarter of a MiB each, and
-# a URL may lead over several hosts.
-_IDLE_S = 2.0
+# Of requests whose connections are not kept for others.
+_CLOSE = {"Connection": "close"}
 # Of a connection that did not come about, for want of descriptors or memory.
 _OWN_FAULTS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS})
 _HEADERS = {
@@ -116,7 +115,6 @@ class MediaFetcher(Fetcher):
         self._resolver = self._resolver or SystemResolver()
         connector = aiohttp.TCPConnector(
             limit=self._concurrency,
-            keepalive_timeout=_IDLE_S,
             resolver=self._resolver,
             socket_factory=self._guarded_socket,
         )
@@ -184,9 +182,14 @@ class MediaFetcher(Fetcher):
         while len(steps) <= self._limits.max_redirects:
             url = url.with_fragment(None)
             host = self._check_url(url)
+            # A URL may lead over several hosts, and idle connections over TLS take a quarter of a
+            # MiB each: no more are kept than may be in use.
+            headers = _CLOSE if len(self._sockets) > self._concurrency else None
             sent = time.monotonic()
             try:
-                async with self._session.get(url, allow_redirects=False) as response:
+                async with self._session.get(
+                    url, allow_redirects=False, headers=headers
+                ) as response:
                     times = {"sent": sent, "received": time.monotonic(), "wall_s": time.time()}
                     step = Step.of(str(url), response.headers, **times)
                     if response.status in _REDIRECTS:

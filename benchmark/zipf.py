@@ -45,7 +45,7 @@ from make_checkpoint import ensure
 from sglang_epd.cache import EmbeddingCache
 from sglang_epd.dispatch.client import EncoderClient
 from sglang_epd.dispatch.policies import Affinity, Choose, ItemCost, Policy, policy, rendezvous
-from sglang_epd.dispatch.pool import Pool, Report, Snapshot
+from sglang_epd.dispatch.pool import Attempt, Pool, Report, Snapshot
 from sglang_epd.wire.messages import Layout, TensorSpec
 
 IMAGES = 200
@@ -68,8 +68,6 @@ RESULTS = ROOT / "benchmark" / "results"
 SIZE = (308, 196)
 EMBEDDING_BYTES = 77 * 128 * 4
 CACHE_MB = 1
-
-Attempt = AbstractContextManager["asyncio.Future[None]"]
 
 
 @dataclass
@@ -223,7 +221,7 @@ class Sent(NamedTuple):
 
     number: int
     encoder: Encoder
-    attempt: Attempt
+    attempt: AbstractContextManager[Attempt]
     choose: Policy
     source: str
     request: Asked

@@ -11,7 +11,7 @@ import pytest
 from aiohttp import web
 
 from dispatch.conftest import FakeEncoder
-from sglang_epd.dispatch import dispatcher
+from sglang_epd.dispatch import dispatcher, policies
 from sglang_epd.dispatch.dispatcher import Dispatcher, Patience
 from sglang_epd.dispatch.policies import Affinity, ItemCost, Policy, shuffle
 from sglang_epd.dispatch.pool import STATIC, Health, Pool, Report
@@ -187,6 +187,52 @@ async def test_full_encoders_are_not_each_sent_each_item_to_refuse_it(start, dis
     # Once at first, and after each Retry-After, which is drawn from 0.5 to 1 s; and each encoder
     # is asked by some whether it is full still. 960 and more where each item went round.
     assert len(sent) < 320
+
+
+async def test_what_is_heard_of_encoders_sends_nothing_to_those_that_are_full(start, run):
+    encoders = [await start() for _ in range(2)]
+    for encoder in encoders:
+        encoder.answers(lambda: FakeEncoder.refusal(OverloadedError("full"), "20"))
+    pool = ready(*urls(encoders))
+    running = [asyncio.create_task(run(pool, 1, seconds=60.0)) for _ in range(5)]
+    while not all(one["busy"] for one in pool.describe()):
+        await asyncio.sleep(0.01)
+    await asyncio.sleep(0.1)
+    asked = sum(len(encoder.requests) for encoder in encoders)
+    for _ in range(5):
+        pool.failed(encoders[0].url, "silent")
+        await asyncio.sleep(0.02)
+        pool.heard(encoders[0].url, Report("ns"))
+        await asyncio.sleep(0.02)
+    assert sum(len(encoder.requests) for encoder in encoders) == asked
+    for encoder in encoders:
+        encoder.answer = encoder.deliver
+    with pool.attempt(encoders[0].url, 1.0):
+        pass  # there is room
+    async with asyncio.timeout(5):
+        await asyncio.gather(*running)
+
+
+async def test_an_encoder_that_fails_at_all_it_is_sent_does_not_draw_the_work(two, start, client):
+    """Though nothing waits there."""
+    sick, sound = two
+    failed = EncodeError("out of memory")
+
+    async def fail(request):
+        return sick.reply(
+            request,
+            *(ItemOutcome(one.item, "failed", failed.code, "no") for one in request.items),
+        )
+
+    sick.answer = fail
+    pool = ready(*urls(two))
+    one = Dispatcher(client, pool, policies.policy("least_loaded"), describe=costs)
+    for number in range(40):
+        with pool.attempt(sound.url, 10.0):  # it has work of others
+            await one.run(REPLY_TO, some_items(1), time.monotonic() + 20.0)
+        assert len(sound.items) == number + 1
+    # Three at first; then one after each second, two, four and so on.
+    assert 3 <= len(sick.items) < 10
 
 
 async def test_a_full_encoder_is_waited_for_though_others_fail(start, run, dead_url):

@@ -179,6 +179,26 @@ def test_who_leaves_or_joins_moves_its_own_keys_only():
     assert 80 < len(moved) < 160
 
 
+def test_who_leaves_or_joins_moves_its_own_keys_only_where_load_had_placed_them():
+    affinity, items = alone(), works(600)
+    draw = random.Random(1)
+
+    def placed(*urls):
+        """One by one, with loads that have nothing to do with a key's order."""
+        homes = {}
+        for item in items:
+            loads = with_load(**{url: draw.random() for url in urls})
+            (homes[item.key],) = affinity([item], loads, rng())
+        return homes
+
+    before = placed("a", "b", "c", "d")
+    assert min(Counter(before.values()).values()) > 100
+    assert placed("a", "b", "c", "d", "e") == before
+    after = placed("a", "b", "d", "e")
+    moved = {key for key in before if before[key] != after[key]}
+    assert moved == {key for key, url in before.items() if url == "c"}
+
+
 # affinity: what is decided without sorting, and with
 
 

@@ -125,43 +125,98 @@ async def test_one_that_is_full_comes_last_until_its_time_is_over(pool, clock):
     assert [view.url for view in usable(pool.snapshot().encoders)] == [A, B]
 
 
+async def test_one_that_fails_at_all_it_is_sent_comes_last_for_a_while(pool, clock):
+    def best():
+        return [view.url for view in usable(pool.snapshot().encoders)]
+
+    async def answered(useless):
+        with pool.attempt(A, 1) as attempt:
+            attempt.useless = useless
+
+    join(pool, A, B)
+    for useless in (True, True, False, True, True):
+        await answered(useless)
+        assert best() == [A, B], "not three in a row"
+    for seconds in (1, 2, 4, 8, 16, 32, 32):
+        await answered(True)
+        clock.now += seconds - 0.1
+        assert best() == [B]
+        clock.now += 0.1
+        assert best() == [A, B], "it is tried again"
+    await answered(False)
+    await answered(True)
+    assert best() == [A, B]
+
+
+async def test_one_that_had_no_room_for_some_items_is_full(pool, clock):
+    join(pool, A, B)
+    waiting = asyncio.create_task(pool.changed(30))
+    await asyncio.sleep(0)
+    with pool.attempt(A, 1) as attempt:
+        attempt.full = True
+    assert [view.url for view in usable(pool.snapshot().encoders)] == [B]
+    await asyncio.sleep(0.01)
+    assert not waiting.done(), "no room is none to tell of"
+    waiting.cancel()
+    clock.now += 1
+    assert [view.url for view in usable(pool.snapshot().encoders)] == [A, B]
+
+
 async def test_the_only_encoder_keeps_what_it_has_until_there_is_another(pool):
     join(pool, A)
-    with pool.attempt(A, 1) as lost:
+    with pool.attempt(A, 1) as attempt:
         for _ in range(3):
             pool.failed(A, "silent")
         await asyncio.sleep(0)
-        assert pool.state(A) is Health.OPEN and not lost.done()
+        assert pool.state(A) is Health.OPEN and not attempt.lost.done()
         pool.add(B)
         pool.heard(B, Report("another model"))
         await asyncio.sleep(0)
-        assert not lost.done(), "that is no elsewhere"
+        assert not attempt.lost.done(), "that is no elsewhere"
         pool.heard(B, Report("ns"))
-        await asyncio.wait_for(lost, 2)
+        await asyncio.wait_for(attempt.lost, 2)
 
 
 async def test_one_that_takes_its_leave_finishes_what_it_has(pool):
     for url in (A, B):
         pool.register(url, "ns", 10)
         pool.heard(url, Report("ns"))
-    with pool.attempt(A, 1) as lost:
+    with pool.attempt(A, 1) as attempt:
         pool.remove(A, LEASE)
         await asyncio.sleep(0)
-        assert pool.state(A) is Health.GONE and not lost.done()
+        assert urls(pool) == [B] and not attempt.lost.done()
+    assert pool.state(A) is Health.GONE
+
+
+async def test_one_that_took_its_leave_and_falls_silent_gives_up_what_it_has(pool):
+    """As one whose machine is taken away."""
+    for url in (A, B):
+        pool.register(url, "ns", 10)
+        pool.heard(url, Report("ns"))
+    with pool.attempt(A, 1) as attempt:
+        pool.remove(A, LEASE)
+        for _ in range(2):
+            pool.failed(A, "silent")
+        await asyncio.wait_for(attempt.lost, 2)
+        pool.register(A, "ns", 10)
+        assert urls(pool) == [B]
+        pool.heard(A, Report("ns"))
+        assert urls(pool) == [A, B], "it may come back"
+    assert pool.state(A) is Health.READY
 
 
 async def test_an_attempt_learns_that_its_encoder_is_given_up_from_any_thread(pool):
     join(pool, A, B)
-    with pool.attempt(A, 1) as lost:
+    with pool.attempt(A, 1) as attempt:
         pool.failed(A, "silent")
         await asyncio.sleep(0)
-        assert not lost.done()
+        assert not attempt.lost.done()
         thread = threading.Thread(target=pool.failed, args=(A, "silent"))
         thread.start()
-        await asyncio.wait_for(lost, 2)
+        await asyncio.wait_for(attempt.lost, 2)
         thread.join()
     with pool.attempt(A, 1) as late:
-        assert late.done(), "nothing is sent to one that is given up"
+        assert late.lost.done(), "nothing is sent to one that is given up"
 
 
 async def test_those_who_wait_are_told_of_a_change_and_one_of_them_of_room(pool):

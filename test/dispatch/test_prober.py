@@ -171,6 +171,26 @@ async def test_sglangs_own_encoder_is_told_from_ours(prober, pool, status_server
     assert described(pool)["why"] == ("answers HTTP 404 to /v1/status: is it a sglang-epd encoder?")
 
 
+async def test_probes_that_fail_unforeseen_go_on_and_not_without_a_pause(
+    pool, session, status_server, monkeypatch
+):
+    server, heard = await status_server(), pool.heard
+
+    def broken(url, report):
+        if server.asked < 4:
+            raise RuntimeError("no space left")
+        heard(url, report)
+
+    monkeypatch.setattr(pool, "heard", broken)
+    prober = Prober(pool, session, Trust().client_ssl(), PACE)
+    pool.listen(prober.doubt)
+    began = time.monotonic()
+    pool.add(server.url)
+    await until(lambda: pool.state(server.url) is Health.READY)
+    assert time.monotonic() - began > 3 * PACE.most
+    await prober.close()
+
+
 async def test_one_that_has_gone_is_not_asked_any_more_and_may_join_anew(
     prober, pool, status_server
 ):

@@ -22,7 +22,7 @@ from typing import Any
 
 from sglang_epd.dispatch.client import EncoderClient
 from sglang_epd.dispatch.policies import ItemCost, Policy, RetryBudget, pause
-from sglang_epd.dispatch.pool import Health, Pool, Snapshot, View, usable
+from sglang_epd.dispatch.pool import Attempt, Health, Pool, Snapshot, View, usable
 from sglang_epd.errors import (
     DeadlineError,
     EncodeError,
@@ -296,7 +296,8 @@ class Dispatcher:
         progress = [run.progress[item.item] for item in items]
         reason = progress[0].error
         # For one of them at least.
-        candidates = self._candidates(frozenset.intersection(*(one.faults for one in progress)))
+        faults = frozenset.intersection(*(one.faults for one in progress))
+        candidates = self._candidates(faults)
         full = any(one.refused for one in progress)
         if not candidates and (full or isinstance(reason, OverloadedError)):
             full, reason = False, None  # those that were full are gone
@@ -313,6 +314,8 @@ class Dispatcher:
         self._tally.add("waits")
         returns = max(one.returns for one in progress)
         wait: Callable[[float], Awaitable[None]] = self._pool.changed
+        if full:
+            wait = partial(self._until_room, faults)
         seconds = pause(returns, self._rng)
         if reason is not None and reason.retry_after_s:
             seconds = reason.retry_after_s * (0.5 + self._rng.random() / 2)
@@ -327,6 +330,16 @@ class Dispatcher:
             one.refused = False
             one.tried = one.faults
         return [(item, none_left) for item in items]
+
+    async def _until_room(self, faults: frozenset[str], seconds: float) -> None:
+        """Wait until an encoder is not full, or none is left, or for so long. Whatever else is
+        heard of encoders would send all that wait to those that are known to be full."""
+        until = time.monotonic() + seconds
+        while (left_s := until - time.monotonic()) > 0:
+            await self._pool.changed(left_s)
+            views = self._candidates(faults)
+            if not views or not all(view.busy for view in views):
+                break
 
     def _why_none(self) -> str:
         known = self._pool.describe()
@@ -431,18 +444,20 @@ class Dispatcher:
         )
         span.note(request_id=request.request_id)
         patches = sum(run.progress[item.item].work.patches for item in items)
-        with self._pool.attempt(url, patches) as given_up:
+        with self._pool.attempt(url, patches) as attempt:
             waited_s = min(self._patience.attempt_s, ttl_s + 1.0)
             try:
                 async with asyncio.timeout(ttl_s + 1.0) as limit:
-                    given_up.add_done_callback(partial(_end, limit))
+                    attempt.lost.add_done_callback(partial(_end, limit))
                     passing = asyncio.create_task(self._pass_over(run, items, waited_s, limit))
                     try:
-                        return await self._client.encode(url, request, span.headers)
+                        reply = await self._client.encode(url, request, span.headers)
                     finally:
                         passing.cancel()
+                _judge(attempt, reply)
+                return reply
             except TimeoutError:
-                if given_up.done():
+                if attempt.lost.done():
                     raise UnavailableError(f"encoder {url} does not answer any more") from None
                 raise UnavailableError(
                     f"encoder {url} had no answer within {waited_s:g} s"
@@ -461,6 +476,17 @@ class Dispatcher:
                 break
             after_s = _LOOK_S
         limit.reschedule(0.0)
+
+
+def _judge(attempt: Attempt, reply: EncodeReply) -> None:
+    """Note what an answer says of the encoder itself."""
+    failed = [from_code(one.code, one.message) for one in reply.outcomes if one.state == "failed"]
+    attempt.full = any(isinstance(one, OverloadedError) for one in failed)
+    attempt.useless = (
+        len(failed) == len(reply.outcomes)
+        and not attempt.full
+        and all(one.retry_elsewhere for one in failed)
+    )
 
 
 def _requests(share: list[EncodeItem]) -> Iterator[list[EncodeItem]]:

@@ -127,12 +127,13 @@ class _Home(NamedTuple):
 
     Attributes:
         url: the encoder that it was sent to.
-        known: the encoders that it was chosen from.
+        known: the encoders that it was chosen from by the key's order; None where it was chosen
+            by load.
         tells: whether the encoder's answer will tell if another server sends it there too.
     """
 
     url: str
-    known: frozenset[str]
+    known: frozenset[str] | None
     tells: bool
 
 
@@ -194,13 +195,13 @@ class Affinity(Policy):
         ):
             if self._shared < _SHARED:
                 least = min(loads.values())
-                roomy = [url for url, load in loads.items() if load == least]
+                roomy, among = [url for url, load in loads.items() if load == least], None
             else:
                 # The least loaded always has room: it has the mean at most.
-                roomy = [url for url in loads if fits(url, _BOUND, _SLACK)]
+                roomy, among = [url for url in loads if fits(url, _BOUND, _SLACK)], known
             url = max(roomy, key=ranks.__getitem__)
             tells = home is None and url == max(ranks, key=ranks.__getitem__)
-            home = self._homes[item.key] = _Home(url, known, tells)
+            home = self._homes[item.key] = _Home(url, among, tells)
         self._homes.move_to_end(item.key)
         if len(self._homes) > self._keys:
             self._homes.popitem(last=False)
@@ -216,10 +217,12 @@ class Affinity(Policy):
 
 
 def _stands(home: _Home, ranks: Ranks) -> bool:
-    """Whether the encoder is there, and none that was missing when the key was placed and
-    comes before it in the key's order."""
-    own = ranks.get(home.url)
-    return own is not None and all(url in home.known for url, rank in ranks.items() if rank > own)
+    """Whether the encoder is there, and where the key's order chose it, none that was missing
+    then comes before it."""
+    own, known = ranks.get(home.url), home.known
+    if own is None or known is None:
+        return own is not None
+    return all(url in known for url, rank in ranks.items() if rank > own)
 
 
 @lru_cache(maxsize=256)

@@ -37,7 +37,7 @@ class Health(enum.Enum):
     OPEN = "open"  # failed again: not asked; what it has goes elsewhere, if there is one
     DRAINING = "draining"  # finishes what it has
     MISFIT = "misfit"  # of another model, refuses the token, or cannot reach this server: not asked
-    GONE = "gone"  # its lease or its name's address ended; it may join anew
+    GONE = "gone"  # its lease or its name's address ended, and it has no work; it may join anew
 
 
 # (url, from or None, to, why)
@@ -59,6 +59,9 @@ _USABLE = (_S.READY, _S.JOINING, _S.SUSPECT)
 # An encoder that refused this server's token, or cannot connect to its payload port, is not asked
 # for so long: probes do not tell when it would take it, or can.
 _REFUSED_S = 5.0
+# An encoder that failed at all that it was sent, so many times in a row, is passed over for 1 s,
+# then for 2, up to 32. Its probes do not tell, and for want of work it would be chosen first.
+_MOST_USELESS = 3
 # Owners: what keeps an encoder in the pool.
 STATIC = "static"
 LEASE = "lease"
@@ -89,7 +92,8 @@ class View(NamedTuple):
         state: as seen at the snapshot.
         load: patches before something new would run there.
         rate: patches a second; 0 where unknown.
-        busy: it refused work for being full, and its Retry-After has not passed.
+        busy: it refused work for being full, or failed at all that it was sent, and is passed
+            over for a while.
     """
 
     url: str
@@ -112,6 +116,21 @@ class Snapshot:
     turn: int = 0
 
 
+@dataclass(eq=False)
+class Attempt:
+    """One request to an encoder.
+
+    Attributes:
+        lost: done, in its loop, when the encoder is given up meanwhile.
+        full: it was answered that there was no room for some items.
+        useless: it was answered, and the encoder had failed at all items.
+    """
+
+    lost: asyncio.Future[None]
+    full: bool = False
+    useless: bool = False
+
+
 @dataclass
 class _Encoder:
     url: str
@@ -125,6 +144,8 @@ class _Encoder:
     refused_until: float = 0.0
     report: Report | None = None
     busy_until: float = 0.0
+    # Answers in a row by which it had failed at all items.
+    useless: int = 0
     # Patches that this server has sent there and not heard of; and so at the last report.
     outstanding: float = 0.0
     reported_at: float = 0.0
@@ -194,14 +215,15 @@ class Pool:
         self.look(url)
 
     def remove(self, url: str, owner: str) -> None:
-        """`owner` does not vouch for it any more; without an owner it is gone."""
+        """`owner` does not vouch for it any more; without an owner it is gone, when it has finished
+        what it has. Until then it is watched."""
         with self._lock:
             encoder = self._encoders.get(url)
             if encoder is None:
                 return
             encoder.owners.discard(owner)
-            if not encoder.owners:
-                self._move(encoder, Health.GONE, "taken out")
+            self._tell()
+            self._let_go(encoder)
 
     def register(self, url: str, namespace: str, lease_s: float) -> None:
         """An encoder announces itself, or renews its lease (infinite: until it leaves).
@@ -293,7 +315,7 @@ class Pool:
                     now < one.busy_until,
                 )
                 for one in self._encoders.values()
-                if one.state in _USABLE and one.misfit is None
+                if one.owners and one.state in _USABLE and one.misfit is None
             ]
             return Snapshot(tuple(views), self._turn)
 
@@ -329,7 +351,7 @@ class Pool:
     def complaint(self) -> EpdError | None:
         """Why all encoders are unusable, if waiting will not change it."""
         with self._lock:
-            misfits = [one.misfit for one in self._encoders.values()]
+            misfits = [one.misfit for one in self._encoders.values() if one.owners]
         lasting = [one for one in misfits if one and not isinstance(one, UnreachableError)]
         if not misfits or len(lasting) < len(misfits):
             return None
@@ -338,10 +360,10 @@ class Pool:
     # Work for them
 
     @contextmanager
-    def attempt(self, url: str, patches: float) -> Iterator[asyncio.Future[None]]:
-        """Around one request of so many patches to an encoder. The future is done, in the running
-        loop, when the encoder is given up meanwhile."""
+    def attempt(self, url: str, patches: float) -> Iterator[Attempt]:
+        """Around one request of so many patches to an encoder, from the running loop."""
         lost, lose = _sign()
+        attempt = Attempt(lost)
         with self._lock:
             encoder = self._encoders.get(url)
             if encoder is None or encoder.state is _S.OPEN:
@@ -350,11 +372,12 @@ class Pool:
                 encoder.attempts.add(lose)
                 encoder.outstanding += patches
         try:
-            yield lost
+            yield attempt
         except BaseException as error:
             self._ended(url, lose, patches, error)
             raise
-        self._ended(url, lose, patches, None)
+        full = OverloadedError("no room for some items") if attempt.full else None
+        self._ended(url, lose, patches, full, useless=attempt.useless)
 
     async def changed(self, seconds: float) -> None:
         """Return when an encoder has come, gone, changed its state or got room, or after
@@ -408,16 +431,28 @@ class Pool:
     def _take_elsewhere(self) -> None:
         """A silent encoder keeps its items until there is an elsewhere: if all are silent, the
         fault is rather this server's, or the network's."""
-        if any(one.state is _S.READY for one in self._encoders.values()):
+        if any(one.owners and one.state is _S.READY for one in self._encoders.values()):
             for one in self._encoders.values():
                 if one.state is _S.OPEN:
                     _lose(one)
+
+    def _let_go(self, encoder: _Encoder) -> None:
+        if not encoder.owners and not encoder.attempts:
+            self._move(encoder, _S.GONE, "taken out")
 
     def _tell(self) -> None:
         for tell in self._waiters:
             tell()
 
-    def _ended(self, url: str, attempt: Wake, patches: float, error: BaseException | None) -> None:
+    def _ended(
+        self,
+        url: str,
+        attempt: Wake,
+        patches: float,
+        error: BaseException | None,
+        *,
+        useless: bool = False,
+    ) -> None:
         with self._lock:
             encoder = self._encoders.get(url)
             if encoder is None or attempt not in encoder.attempts:
@@ -425,8 +460,13 @@ class Pool:
             encoder.attempts.discard(attempt)
             left = encoder.outstanding - patches
             encoder.outstanding = max(0.0, left) if encoder.attempts else 0.0
-            if error is None:
-                encoder.busy_until = 0.0
+            if useless:
+                encoder.useless += 1
+                if encoder.useless >= _MOST_USELESS:
+                    longer = min(encoder.useless - _MOST_USELESS, 5)
+                    encoder.busy_until = self._clock() + 2.0**longer
+            elif error is None:
+                encoder.busy_until, encoder.useless = 0.0, 0
                 tell = next(iter(self._waiters), None)
                 if tell is not None:
                     del self._waiters[tell]
@@ -437,6 +477,7 @@ class Pool:
                 self._refused(encoder, error)
             elif isinstance(error, UnavailableError):
                 self.doubt(url, error.message)
+            self._let_go(encoder)
 
 
 def _sign() -> tuple[asyncio.Future[None], Wake]:

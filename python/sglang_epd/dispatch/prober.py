@@ -89,10 +89,13 @@ class Prober:
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._doubts: dict[str, asyncio.Event] = {}
         self._rpc: Rpc | None = None
+        self._closed = False
 
     def doubt(self, url: str) -> None:
         """Ask this encoder now; from now on, if it was not asked before."""
         task = self._tasks.get(url)
+        if self._closed:
+            return
         if task is not None and not task.done():
             self._doubts[url].set()
             return
@@ -102,6 +105,7 @@ class Prober:
         task.add_done_callback(lambda done: self._ended(url, done))
 
     async def close(self) -> None:
+        self._closed = True
         tasks = list(self._tasks.values())
         for task in tasks:
             task.cancel()
@@ -114,7 +118,8 @@ class Prober:
             del self._tasks[url], self._doubts[url]
         if not task.cancelled() and task.exception() is not None:
             logger.error("The probes of %s failed", url, exc_info=task.exception())
-            self.doubt(url)  # begins anew
+            # They begin anew, after a pause: a fault that lasts would be logged without one.
+            asyncio.get_running_loop().call_later(self._pace.most, self.doubt, url)
 
     async def _watch(self, url: str) -> None:
         doubt = self._doubts[url]

@@ -218,13 +218,15 @@ def key(number: int) -> bytes:
     return number.to_bytes(32, "big")
 
 
-def test_what_was_added_is_found_and_the_first_stays():
-    cache = LayoutCache()
+def test_what_was_added_last_is_found():
+    """Of encoders with other settings of pixels: what one told would stay wrong for good."""
+    cache, one = LayoutCache(), LayoutCache()
     cache.add(key(1), layout(3))
-    cache.add(key(1), layout(4))
-    assert cache.find(key(1)) == layout(3)
+    cache.add(key(1), layout(400))
+    assert cache.find(key(1)) == layout(400)
     assert cache.find(key(2)) is None
-    assert len(cache._entries) == 1
+    one.add(key(1), layout(400))
+    assert (len(cache._entries), cache._bytes) == (1, one._bytes)
 
 
 def test_the_least_recently_used_goes_first():

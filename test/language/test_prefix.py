@@ -10,6 +10,7 @@ from http import HTTPStatus
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from hypothesis import settings
@@ -318,6 +319,22 @@ def test_another_picture_than_the_prompt_was_laid_out_for_ends_the_request(world
     failure = world.gate.resolve("r", Settled("c", landed))
     assert failure is not None
     assert failure[2] is HTTPStatus.BAD_REQUEST
+    assert not world.scheduler.queue
+
+
+@pytest.mark.parametrize("shape", [(ROWS - 1, WIDTH), (ROWS + 1, WIDTH)])
+def test_an_embedding_of_another_size_than_the_prompt_has_places_for_ends_the_request(world, shape):
+    """SGLang's scheduler would end with fewer rows, and the answer be wrong with more."""
+    request = world.request("r")
+    world.scheduler.add(request, retracted=False)
+    other = msgspec.structs.replace(LAYOUT, embedding=TensorSpec("float32", shape))
+    landed = [
+        Landed(bytes([number]) * 32, layout, 32, 7, 0)
+        for number, layout in enumerate((LAYOUT, other))
+    ]
+    failure = world.gate.resolve("r", Settled("c", tuple(landed)))
+    assert failure is not None
+    assert failure[2] is HTTPStatus.SERVICE_UNAVAILABLE and "settings of pixels" in failure[1]
     assert not world.scheduler.queue
 
 

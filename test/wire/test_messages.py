@@ -127,6 +127,9 @@ def test_what_is_no_message_is_refused(body):
         {"layout": {**body_of(OFFER)["layout"], "embedding": ["float32", [4, 0]]}},
         {"layout": {**body_of(OFFER)["layout"], "embedding": ["float32", [-4, -4]]}},
         {"layout": {**body_of(OFFER)["layout"], "embedding": ["float32", [1, 1, 1]]}},
+        {"layout": {**body_of(OFFER)["layout"], "modality": "SMELL"}},
+        {"layout": {**body_of(OFFER)["layout"], "grid": [[1, 1 << 16, 1 << 16]]}},
+        {"layout": {**body_of(OFFER)["layout"], "grid": [[1, 2, 0]]}},
     ],
 )
 def test_an_offer_out_of_bounds_is_refused(change):

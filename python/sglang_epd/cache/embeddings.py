@@ -188,7 +188,8 @@ class LayoutCache:
     """Layouts by key, least recently used first to go, bounded in entries and in bytes (as
     they would be encoded).
 
-    A key names everything that a layout depends on, so an entry is never stale.
+    A key names all that a layout depends on but an encoder's settings of pixels: where encoders
+    differ in these, the last one told stays.
     """
 
     def __init__(self, max_entries: int = MAX_ENTRIES, max_bytes: int = MAX_BYTES) -> None:
@@ -206,10 +207,12 @@ class LayoutCache:
         return found[0]
 
     def add(self, key: bytes, layout: Layout) -> None:
-        """Remember a layout; the first of a key stays."""
-        if key in self._entries:
-            self._entries.move_to_end(key)
-            return
+        """Remember a layout."""
+        known = self.find(key)
+        if known is not None:
+            if known == layout:
+                return
+            self._bytes -= self._entries.pop(key)[1]
         nbytes = len(key) + len(msgspec.msgpack.encode(layout))
         self._entries[key] = layout, nbytes
         self._bytes += nbytes

@@ -23,12 +23,12 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from sglang_epd.errors import EpdError, MediaError
+from sglang_epd.errors import EpdError, MediaError, UnavailableError
 from sglang_epd.language import manifest
 from sglang_epd.language.assembly import Rows
 from sglang_epd.language.backend import Failure, Leader
 from sglang_epd.language.relay import Receive
-from sglang_epd.wire.messages import Expect, Settled
+from sglang_epd.wire.messages import Expect, Layout, Settled
 
 if TYPE_CHECKING:  # it imports this module
     from sglang_epd.language.parts import Parts
@@ -142,6 +142,11 @@ def _give_up(request: Any) -> bool:
             setattr(item.precomputed_embeddings, _MARK, note)
             given = True
     return given
+
+
+def _alike(one: Layout, other: Layout) -> bool:
+    """Whether prompts have the same places for both."""
+    return (one.embedding.shape, one.grid) == (other.embedding.shape, other.grid)
 
 
 def end(item: Any) -> int:
@@ -306,11 +311,18 @@ class PrefixGate:
             return self._fail(request, error)
         embeddings = [None if item is None else next(received).embedding for item in settled.items]
         bare = bare_items(request)
-        keys = bare[0][1].resting.expect.keys
-        landed = zip(settled.items, keys, strict=True)
-        if any(item is not None and item.key != key for item, key in landed):
+        expect = bare[0][1].resting.expect
+        landed = zip(settled.items, expect.keys, expect.layouts, strict=True)
+        for item, key, layout in landed:
             # The prompt was laid out for the earlier embeddings at their addresses.
-            return self._fail(request, MediaError("the request's media changed meanwhile"))
+            if item is not None and item.key != key:
+                return self._fail(request, MediaError("the request's media changed meanwhile"))
+            if item is not None and not _alike(item.layout, layout):
+                error = UnavailableError(
+                    "an encoder made an embedding of another size than encoders did before, for "
+                    "which the prompt was laid out: do they have the same settings of pixels?"
+                )
+                return self._fail(request, error)
         for item, note in bare:
             whole = embeddings[note.rows.item]
             if whole is not None:

@@ -94,6 +94,13 @@ class _Held:
         return one.ticket, (one.ticket, one.item), one.key
 
 
+def _read(unread: wire.UnreadOffer) -> wire.Offer:
+    offer = unread.read()
+    if offer.nbytes != spec_bytes(offer.layout.embedding):
+        raise ProtocolError("offer: size and shape disagree")
+    return offer
+
+
 class Receiver:
     """Runs the ledger behind its sockets.
 
@@ -411,9 +418,12 @@ class Receiver:
                 if now >= held.since + _HOLD_S or not self._hold_unknown(held):
                     self._decline(held, wire.DECLINE_UNKNOWN)
                 return
-            held.offer = held.unread.read()
-            if held.offer.nbytes != spec_bytes(held.offer.layout.embedding):
-                raise ProtocolError("offer: size and shape disagree")
+            try:
+                held.offer = _read(held.unread)
+            except ProtocolError:
+                # Its encoder would wait for an answer until the request's deadline.
+                self._decline(held, wire.DECLINE_UNKNOWN)
+                raise
         landing = self._landing(held.offer)
         answer = self._ledger.offer(held.offer, now, landing=landing, peer=held.peer)
         if isinstance(answer, wire.Wait):

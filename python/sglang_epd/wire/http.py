@@ -7,7 +7,6 @@ HTTP among this package's servers.
 
 from __future__ import annotations
 
-import math
 import secrets
 import struct
 from collections.abc import Mapping
@@ -21,15 +20,12 @@ from blake3 import blake3
 from sglang_epd.errors import ProtocolError
 from sglang_epd.modality import MODALITIES
 from sglang_epd.wire.envelope import open_envelope, seal
-from sglang_epd.wire.messages import KEY_BYTES, MALFORMED, MAX_ITEMS, Layout
+from sglang_epd.wire.messages import KEY_BYTES, MALFORMED, MAX_ITEMS, Layout, check_layout
 
 # MiB of inline media in an encode request, but for one item: an encoder takes them at least.
 MOST_MB = 64
 CONTENT_TYPE = "application/vnd.sglang-epd+msgpack"
 _MAX_ID_CHARS = 256
-# Prompts are allocated by these numbers; no model's context comes near them.
-_MAX_TOKENS = 1 << 22
-_MAX_PATCHES = 1 << 26
 # msgpack's headers of binary data, with a length in one byte and in four.
 _BIN_8, _BIN_32 = struct.Struct(">BB"), struct.Struct(">BI")
 # Stands for media in a body, until they are put in its place.
@@ -151,18 +147,9 @@ class ItemLayout(msgspec.Struct, frozen=True):
     layout: Layout
 
     def __post_init__(self) -> None:
-        layout = self.layout
-        shape = layout.embedding.shape
         if len(self.key) != KEY_BYTES:
             raise ValueError(f"key of {len(self.key)} bytes")
-        if layout.modality not in MODALITIES:
-            raise ValueError("no such modality")
-        if len(shape) != 2 or min(shape) <= 0 or shape[0] > _MAX_TOKENS:
-            raise ValueError(f"embedding shape {shape}")
-        if not layout.grid or any(not 1 <= len(row) <= 3 or min(row) <= 0 for row in layout.grid):
-            raise ValueError("the grid is not of one to three positive extents an entry")
-        if sum(math.prod(row) for row in layout.grid) > _MAX_PATCHES:
-            raise ValueError(f"a grid of more than {_MAX_PATCHES} patches")
+        check_layout(self.layout)
 
 
 class LayoutReply(msgspec.Struct, frozen=True):

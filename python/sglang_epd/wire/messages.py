@@ -30,6 +30,7 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 
 from sglang_epd.errors import ProtocolError
+from sglang_epd.modality import MODALITIES
 from sglang_epd.wire.envelope import open_envelope, seal
 
 # A layout is some hundred bytes, a long video's timestamps some thousand.
@@ -44,6 +45,9 @@ MAX_ITEMS = 4096
 # A grid has an entry or a few, of one to three extents.
 _MAX_GRID_ENTRIES = 4096
 _MAX_GRID_EXTENTS = 3
+# Prompts are allocated by these numbers; no model's context comes near them.
+_MAX_TOKENS = 1 << 22
+_MAX_PATCHES = 1 << 26
 # An item's metadata is lists of numbers, by name.
 _MAX_EXTRA_DEPTH = 32
 KEY_BYTES = 32
@@ -535,10 +539,28 @@ def _check_expect(expect: Expect) -> None:
 
 
 def _check_offer(offer: Offer) -> None:
-    shape = offer.layout.embedding.shape
     if not 0 <= offer.item < MAX_ITEMS:
         raise ProtocolError(f"offer: item {offer.item} out of range")
     if len(offer.key) != KEY_BYTES:
         raise ProtocolError(f"offer: key of {len(offer.key)} bytes")
-    if len(shape) != 2 or min(shape) <= 0:
-        raise ProtocolError(f"offer: embedding shape {shape}")
+    try:
+        check_layout(offer.layout)
+    except ValueError as error:
+        raise ProtocolError(f"offer: {error}") from None
+
+
+def check_layout(layout: Layout) -> None:
+    """Check that a prompt can be laid out by what an encoder told.
+
+    Raises:
+        ValueError: it cannot, or would take the memory of a server.
+    """
+    shape = layout.embedding.shape
+    if layout.modality not in MODALITIES:
+        raise ValueError("no such modality")
+    if len(shape) != 2 or min(shape) <= 0 or shape[0] > _MAX_TOKENS:
+        raise ValueError(f"embedding shape {shape}")
+    if not layout.grid or any(not 1 <= len(row) <= 3 or min(row) <= 0 for row in layout.grid):
+        raise ValueError("the grid is not of one to three positive extents an entry")
+    if sum(math.prod(row) for row in layout.grid) > _MAX_PATCHES:
+        raise ValueError(f"a grid of more than {_MAX_PATCHES} patches")

@@ -135,6 +135,22 @@ def test_what_is_kept_makes_room_least_recently_used_first():
     check_ledger(books.ledger)
 
 
+def test_what_is_kept_stays_where_its_room_would_not_be_enough():
+    books = keeping()
+    for number, letter in enumerate("abcdefgh"):
+        serve(books, f"t{number}", letter)
+    (landed,) = claimed(books, books.expect("u", "cf"))
+    assert books.reservations.grant(offer("v", 0, "x", pages=3)) is None
+    within = PAGE, 3 * PAGE
+    assert books.reservations.grant(offer("v", 0, "x", pages=2), within=within) is None
+    assert books.kept == "abdegh"
+    block = books.reservations.grant(offer("v", 0, "x", pages=2))
+    assert block is not None
+    books.reservations.free(block)
+    books.drop(*landed)
+    check_ledger(books.ledger)
+
+
 def test_what_had_to_make_room_before_it_was_used_is_needed_after_all():
     books = keeping(pages=2)
     serve(books, "t", "a")

@@ -221,6 +221,19 @@ def test_other_threads_run_while_a_write_waits(engine, mortal, source):
     reached(lambda: unfinished(engine) == 0)
 
 
+@pytest.mark.parametrize("left_s", [0.0, -30.0])
+def test_a_write_is_not_begun_after_its_deadline(engine, receiver, source, left_s):
+    """As that of a process that was stopped between two pieces."""
+    engine.write(receiver.session, source.address, receiver.address, KIB, PATIENCE_S)
+    before = receiver.read(0, NBYTES)
+    source.memory[:] = bytes(byte ^ 1 for byte in source.memory[:KIB]) + source.memory[KIB:]
+
+    with pytest.raises(UnavailableError, match="no time was left"):
+        engine.write(receiver.session, source.address, receiver.address, KIB, left_s)
+
+    assert receiver.read(0, NBYTES) == before
+
+
 @pytest.mark.parametrize(
     ("offset", "nbytes"),
     [(NBYTES - KIB, 2 * KIB), (-KIB, KIB), (NBYTES, KIB), (KIB, NBYTES)],

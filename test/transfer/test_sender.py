@@ -170,7 +170,7 @@ async def test_a_large_item_goes_in_chunks(start_receiver, connect_scheduler):
     scheduler = await asyncio.to_thread(connect_scheduler)
     scheduler.expecting()
     embedding = torch.arange(3 << 18, dtype=torch.float32).reshape(-1, 4)[: -(1 << 10)]
-    layout = wire.Layout("IMAGE", wire.TensorSpec("float32", tuple(embedding.shape)), [])
+    layout = wire.Layout("IMAGE", wire.TensorSpec("float32", tuple(embedding.shape)), [[1, 2, 4]])
     sender = Sender(share_memory=False)
     try:
         large = wire.Offer("t", 0, bytes(32), layout, embedding.nbytes)
@@ -227,6 +227,36 @@ async def test_an_expired_grant_is_not_used_and_given_back(receiver, sender, sch
             await sender.deliver(receiver.endpoint, decision, EMBEDDING, PATIENCE_S)
     await until(lambda: not receiver._reservations.held_bytes)
     assert receiver.tally.counts["withdrawals", ""] == 1
+
+
+async def test_an_expired_grant_is_given_back_before_its_item_is_made(router, sender):
+    question = wire.Grant("t", 0, 7, 0.0, wire.Inline())
+    async with sender.offer(router.endpoint, offer()) as offered:
+        await router.receive()
+        await router.say(INLINE, question)
+        decision = await offered.decided
+        assert await router.silent(), "it may be used yet"
+        decision.until = time.monotonic()
+        await router.say(question)
+        assert await router.receive() == wire.Withdraw("t", 0, 7)
+        with pytest.raises(GrantLostError):
+            await sender.deliver(router.endpoint, decision, EMBEDDING, PATIENCE_S)
+
+
+async def test_a_grant_that_expires_after_the_first_rows_is_given_back(router, sender):
+    question = wire.Grant("t", 0, 7, 0.0, wire.Inline())
+    async with sender.offer(router.endpoint, offer()) as offered:
+        await router.receive()
+        await router.say(INLINE)
+        decision = await offered.decided
+        await sender.begin(router.endpoint, decision, EMBEDDING, 1, PATIENCE_S)
+        while not isinstance(await router.receive(), wire.Payload):
+            pass
+        await router.say(question)
+        decision.until = time.monotonic()
+        await router.say(question)
+        while await router.receive() != wire.Withdraw("t", 0, 7):
+            pass
 
 
 async def test_an_embedding_of_another_size_is_not_written(receiver, sender, scheduler):
@@ -508,6 +538,33 @@ async def test_writes_to_a_frozen_receiver_hold_up_no_other_and_end_at_their_dea
         await until(lambda: len(engine.begun) == 6)
         await asyncio.wait([last])
         assert [session for session, _ in engine.begun[4:]] == ["there", "alive"]
+    finally:
+        engine.thaw.set()
+        await sender.close()
+
+
+async def test_a_remote_write_does_not_begin_once_its_grant_is_over(router):
+    """It may have waited for a thread for as long as its memory was kept."""
+    engine = FreezingEngine()
+    sender = Sender(remote=engine)
+
+    def write(item: int, until: float) -> asyncio.Task[str]:
+        grant = granted(wire.Grant("t", item, 7, until, wire.Remote("frozen", 0)))
+        return asyncio.create_task(
+            sender.deliver(router.endpoint, grant, EMBEDDING.clone(), PATIENCE_S)
+        )
+
+    try:
+        before = [write(item, 30.0) for item in range(4)]
+        await until(lambda: len(engine.begun) == 4)
+        late = write(4, 0.1)
+        await asyncio.sleep(0.2)
+        engine.thaw.set()
+        errors = await asyncio.gather(*before, late, return_exceptions=True)
+        assert {type(error) for error in errors} == {UnavailableError}
+        assert len(engine.begun) == 4
+        told = [await router.receive() for _ in range(5)]
+        assert wire.Withdraw("t", 4, 7) in told
     finally:
         engine.thaw.set()
         await sender.close()

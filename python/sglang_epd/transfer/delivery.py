@@ -41,6 +41,10 @@ class Granted:
     sent: int = 0
     socket: zmq.asyncio.Socket | None = None
 
+    def over(self) -> bool:
+        """Whether nothing is written under it, nor will be."""
+        return not self.used and time.monotonic() >= self.until
+
 
 class Offered:
     """An offer that was made.

@@ -138,6 +138,9 @@ class MooncakeEngine:
         """
         deadline = time.monotonic() + timeout_s
         self.contact(session, deadline)
+        if time.monotonic() >= deadline:
+            # This process may have been stopped for so long that the memory is another's.
+            raise UnavailableError(f"no time was left to begin a write to {session}")
         batch = self._engine.transfer_submit_write(session, local_address, remote_address, nbytes)
         if batch in _NOT_SUBMITTED:
             self._forget(session)

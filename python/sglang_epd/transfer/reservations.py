@@ -116,15 +116,29 @@ class Reservations:
             offset = self.extents.take(nbytes, high=high, within=within)
             if offset is not None:
                 return offset
-        if aligned(nbytes) > self.extents.size - self.held_bytes:
-            return None
         begin, end = within or (0, self.extents.size)
+        if not self._fits(aligned(nbytes), begin, end):
+            return None  # those that are kept would be evicted for nothing
         while (victim := self._victim(begin, end)) is not None:
             self._evict(victim)
             offset = self.extents.take(nbytes, high=high, within=within)
             if offset is not None:
                 return offset
         return None
+
+    def _fits(self, nbytes: int, begin: int, end: int) -> bool:
+        """Whether there would be room in [begin, end) if nothing were kept."""
+        used = sorted(
+            (block.offset, block.offset + aligned(block.nbytes))
+            for state, some in self._blocks.items()
+            if state is not _S.KEPT
+            for block in some.values()
+        )
+        for first, last in used:
+            if min(first, end) - begin >= nbytes:
+                return True
+            begin = max(begin, last)
+        return end - begin >= nbytes
 
     def _victim(self, begin: int, end: int) -> Block | None:
         """The block to evict first for room in [begin, end)."""

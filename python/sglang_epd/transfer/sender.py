@@ -20,6 +20,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from hashlib import blake2b
 from typing import TYPE_CHECKING
 
@@ -218,6 +219,7 @@ class Sender:
                 self._withdraw(peer, granted.message)
                 raise
         granted.sent, granted.used = end, False
+        peer.grants[_name(granted.message)] = granted.over
 
     async def deliver(
         self, endpoint: str, granted: Granted, embedding: torch.Tensor, timeout_s: float
@@ -296,7 +298,8 @@ class Sender:
                 self._withdraw(peer, grant)
                 raise EncodeError("a grant that this encoder did not offer to use")
             there = msgspec.structs.replace(landing, address=landing.address + granted.sent)
-            write = _remote_write(self._remote, peer, there, raw, timeout_s)
+            writes = partial(self._remote.write, there, raw)
+            write = _remote_write(writes, peer, granted.until, timeout_s)
             await self._in_thread(peer, grant, peer.writing, write)
             granted.way = "remote"
             return iter([told])
@@ -572,8 +575,8 @@ class Sender:
             question = isinstance(message, wire.Grant) and message.ttl_s <= 0
             if offered is not None and not offered.decided.done() and not question:
                 offered.answer(message)
-                if isinstance(message, wire.Grant):
-                    peer.grants[_name(message)] = _writes_on
+                if offered.granted is not None and isinstance(message, wire.Grant):
+                    peer.grants[_name(message)] = offered.granted.over
                     self._prepare(peer, message, offered.nbytes)
             elif isinstance(message, wire.Grant):
                 # The caller has left.
@@ -615,18 +618,20 @@ def _writes(grants: dict[_Name, Callable[[], bool]]) -> bool:
 
 
 def _remote_write(
-    remote: RemoteWriter, peer: _Peer, place: wire.Remote, raw: np.ndarray, timeout_s: float
+    write: Callable[[float], None], peer: _Peer, until: float, timeout_s: float
 ) -> Callable[[], None]:
-    """A write that ends in time, however long it waits for a thread. One that fails, and not for
-    want of time, has the next ones go without the engine."""
+    """A write that ends in time, however long it waits for a thread, and does not begin once its
+    grant is over: its memory is another's some time later. One that fails, and not for want of
+    time, has the next ones go without the engine."""
     deadline = time.monotonic() + timeout_s
 
-    def write() -> None:
-        left_s = deadline - time.monotonic()
-        if left_s <= 0:
+    def write_in_time() -> None:
+        now = time.monotonic()
+        left_s = deadline - now
+        if left_s <= 0 or now >= until:
             raise UnavailableError("writes to this language server do not end")
         try:
-            remote.write(place, raw, left_s)
+            write(left_s)
         except UnavailableError as error:
             if left_s > _LONG_S or time.monotonic() < deadline:
                 peer.engine_from = time.monotonic() + _ANOTHER_WAY_S
@@ -635,7 +640,7 @@ def _remote_write(
                 logger.warning("Embeddings go to %s another way for a while: %s", *told)
             raise
 
-    return write
+    return write_in_time
 
 
 def _payload(granted: Granted, embedding: torch.Tensor) -> memoryview:

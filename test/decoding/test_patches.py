@@ -111,6 +111,6 @@ def test_a_picture_that_no_tower_takes_is_refused_before_it_is_decoded(decoders:
 def test_cutting_ends_at_the_deadline(decoders: Decoders) -> None:
     patches(decoders, GOOD)
     with pytest.raises(DeadlineError):
-        patches(decoders, SLOW, 1.0)
+        patches(decoders, SLOW, 0.3)
     assert isinstance(outcome(decoders, GOOD), np.ndarray)
     assert nothing_is_held(decoders)

@@ -269,7 +269,7 @@ def test_decoding_ends_at_the_deadline(make: Make) -> None:
     decoders = make()
     image(decoders, GOOD)
     with pytest.raises(DeadlineError):
-        image(decoders, SLOW, 1.0)
+        image(decoders, SLOW, 0.3)
     assert isinstance(outcome(decoders, GOOD), Image.Image)
     assert nothing_is_held(decoders)
 

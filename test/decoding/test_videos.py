@@ -222,6 +222,21 @@ def test_long_sounds_are_refused(strict: Decoders, container: str) -> None:
         sound(strict, clips.audio(container=container, seconds=4.0))
 
 
+def without_length(data: bytes) -> bytes:
+    """A FLAC file whose header does not tell how many samples follow, as of a live recording."""
+    return data[:21] + bytes([data[21] & 0xF0, 0, 0, 0, 0]) + data[26:]
+
+
+@pytest.mark.parametrize("seconds", [4, 3600])
+def test_long_sounds_that_do_not_say_so_are_refused_and_not_read(
+    strict: Decoders, seconds: int
+) -> None:
+    with Watch()() as watch, pytest.raises(MediaTooLargeError, match="longer than 3 s, the limit"):
+        sound(strict, without_length(flac(seconds)))
+    assert watch.grown < MARGIN
+    assert len(sound(strict, without_length(flac(2)))) == 2 * 16_000
+
+
 @pytest.mark.parametrize("data", [flac(3600), flac(60, 192_000, 8)])
 def test_sounds_stay_within_their_memory(decoders: Decoders, data: bytes) -> None:
     sound(decoders, clips.audio())

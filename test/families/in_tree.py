@@ -46,6 +46,8 @@ MODALITIES = {
     "small": "IMAGE",
     "odd": "IMAGE",
     "film": "VIDEO",
+    "pair": "VIDEO",
+    "still": "VIDEO",
     "slow": "VIDEO",
     "heard": "VIDEO",
     "quick": "VIDEO",
@@ -75,6 +77,12 @@ BEGUN_CASES = {
     "a chat with its token": ("{b}{i}What?", ["photo"]),
     "a text without it": ("{i}What?", ["photo"]),
     "a video after text": ("{b}What:{v}", ["film"]),
+}
+# Of these families; Qwen's do not read one frame.
+FEW = {"muse_spark", "minimax_m3_vl"}
+FEW_CASES = {
+    "a video of two frames": ("{v}What?", ["pair"]),
+    "a video of one frame": ("{v}What?", ["still"]),
 }
 # Those of families that follow options, of which SGLang's servers take all.
 OPTION_CASES = {
@@ -151,6 +159,8 @@ def media() -> dict[str, Item]:
         "strip": _picture("cat", 203, 112),
         **_not_plain(),
         "film": clips.video(),
+        "pair": clips.encode(rocket[:2], rate=12.5),
+        "still": clips.encode(rocket[:1], rate=12.5),
         "slow": clips.encode(rocket, rate=12.5),
         "heard": clips.heard(clips.moving_crop("coffee")),
         "low": clips.audio("low"),
@@ -512,7 +522,7 @@ def run(name: str, folder: str, items: dict[str, Item], decoders: Any) -> None:
     letters = {name[0].lower(): mark for name, mark in marks.items()}
     letters |= {"b": END_OF_TEXT, "c": "<IMG_CONTEXT>"}
     if other is not None:
-        every = CASES | SPELT_CASES | TEMPLATE_CASES | OPTION_CASES | BEGUN_CASES
+        every = CASES | SPELT_CASES | TEMPLATE_CASES | OPTION_CASES | BEGUN_CASES | FEW_CASES
         cases = {case: every[case] for case in other.cases}
     else:
         follows = {
@@ -521,7 +531,9 @@ def run(name: str, folder: str, items: dict[str, Item], decoders: Any) -> None:
             if items[option].modality in marks
         }
         print(json.dumps({"family": name, "case": "options", **follows}), flush=True)
-        cases = CASES | SPELT_CASES | (OPTION_CASES if any(follows.values()) else {}) | BEGUN_CASES
+        few = FEW_CASES if name in FEW else {}
+        options = OPTION_CASES if any(follows.values()) else {}
+        cases = CASES | SPELT_CASES | few | options | BEGUN_CASES
     for case, (text, names) in cases.items():
         if case == next(iter(BEGUN_CASES)):
             sides.begin_texts(END_OF_TEXT)

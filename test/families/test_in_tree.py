@@ -17,6 +17,8 @@ from checkpoints.families import FAMILIES
 from families.in_tree import (
     BEGUN_CASES,
     CASES,
+    FEW,
+    FEW_CASES,
     MODALITIES,
     OPTION_CASES,
     OTHERS,
@@ -88,7 +90,8 @@ def _cases() -> Iterator[Any]:
         marks = {modality.upper() for modality in family.marks}
         optioned = OPTION_CASES if name in OPTIONED else {}
         begun = BEGUN_CASES if name in BEGUN else {}
-        for case, (_, items) in (CASES | SPELT_CASES | optioned | begun).items():
+        few = FEW_CASES if name in FEW else {}
+        for case, (_, items) in (CASES | SPELT_CASES | optioned | begun | few).items():
             if {MODALITIES[item] for item in items} <= marks:
                 yield pytest.param(name, case, id=f"{name}-{case}")
 
@@ -120,7 +123,7 @@ def results(request: pytest.FixtureRequest) -> dict[tuple[str, str], dict[str, A
 
 def _of(table: dict[tuple[str, str], Any], family: str, case: str) -> Any:
     """The entry of a case, or else of the last of its modalities that has one."""
-    items = (CASES | SPELT_CASES | OPTION_CASES | BEGUN_CASES)[case][1]
+    items = (CASES | SPELT_CASES | OPTION_CASES | BEGUN_CASES | FEW_CASES)[case][1]
     names = [case, *sorted((MODALITIES[item] for item in items), reverse=True)]
     return next((table[family, name] for name in names if (family, name) in table), None)
 

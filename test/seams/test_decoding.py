@@ -13,7 +13,7 @@ import torch
 import clips
 from sglang_epd.decoding import Decoders
 from sglang_epd.encoder.model.preparing import Loaded, take_loaded
-from sglang_epd.families.films import apart
+from sglang_epd.families.films import handed_on
 from sglang_epd.media import MediaLimits
 from sglang_epd.modality import AUDIO
 
@@ -36,7 +36,7 @@ def test_frames_are_sglangs(decoders: Decoders, container: str, indices: list[in
     data = clips.video(container=container)
     theirs = VideoDecoderWrapper(data)
     with decoders.begin() as item:
-        ours = apart(item.video(data))
+        ours = handed_on(item.video(data))
         assert isinstance(ours, VideoDecoderWrapper)
         assert load_video(ours) is ours
         assert len(ours) == len(theirs)

@@ -42,13 +42,15 @@ def decode(data: bytes, rate_hz: int, limits: MediaLimits) -> np.ndarray:
         decoder = AudioDecoder(data, sample_rate=rate_hz, num_channels=1)
         if (decoder.metadata.duration_seconds or 0) > limits.max_audio_s:
             raise _too_long(limits)
-        samples = decoder.get_all_samples().data.squeeze(0).numpy()
+        # No more of a sound that does not tell how long it is.
+        played = decoder.get_samples_played_in_range(stop_seconds=limits.max_audio_s + 1)
+        samples = played.data.squeeze(0).numpy()
     except (MemoryError, MediaTooLargeError):
         raise
     except Exception as error:
         if "memory" in str(error) or "bad_alloc" in str(error):
             raise
-        samples = _by_libsndfile(data, rate_hz)
+        samples = _by_libsndfile(data, rate_hz, limits)
     samples = np.ascontiguousarray(samples, np.float32)
     if not len(samples):
         raise MediaError("the audio holds no sound")
@@ -61,13 +63,15 @@ def _too_long(limits: MediaLimits) -> MediaTooLargeError:
     return MediaTooLargeError(f"audio lasts longer than {limits.max_audio_s:g} s, the limit")
 
 
-def _by_libsndfile(data: bytes, rate_hz: int) -> np.ndarray:
+def _by_libsndfile(data: bytes, rate_hz: int, limits: MediaLimits) -> np.ndarray:
     """As SGLang does where torchcodec fails: on a WAV file with much behind its samples."""
     import soundfile
     import torch
     import torchaudio
 
-    samples, rate = soundfile.read(io.BytesIO(data))
+    with soundfile.SoundFile(io.BytesIO(data)) as file:
+        rate = file.samplerate
+        samples = file.read(math.ceil(rate * (limits.max_audio_s + 1)))
     if samples.ndim > 1:
         samples = np.mean(samples, axis=1)
     if rate == rate_hz:

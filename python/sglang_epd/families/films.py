@@ -7,7 +7,7 @@ picks them; and one of frames that are in no file, so that prompts with videos c
 out on a server that has no FFmpeg.
 
 Leans on `utils.video_decoder.VideoDecoderWrapper`, and on `utils.common.load_video`, which
-hands on a tuple as it is: that is why these decoders are tuples.
+hands on a tuple as it is.
 """
 
 from __future__ import annotations
@@ -20,17 +20,12 @@ import torch
 
 from sglang_epd.media import VideoFacts
 
-_HANDED_ON: Any = tuple
-
 
 @functools.cache
 def _apart() -> Any:
     from sglang.srt.utils.video_decoder import VideoDecoderWrapper
 
-    class Apart(VideoDecoderWrapper, _HANDED_ON):
-        def __new__(cls, *_args: Any) -> Any:
-            return tuple.__new__(cls)
-
+    class Apart(VideoDecoderWrapper):
         def __init__(self, film: Any) -> None:
             self._film = film
 
@@ -64,9 +59,26 @@ def _apart() -> Any:
     return Apart
 
 
+@functools.cache
+def _handed_on() -> Any:
+    base: Any = _apart()
+
+    class HandedOn(base, tuple):
+        def __new__(cls, *_args: Any) -> Any:
+            return tuple.__new__(cls)
+
+    return HandedOn
+
+
 def apart(film: Any) -> Any:
-    """A decoder of a video that another process has open (`decoding.Film`)."""
+    """A decoder of a video that another process has open (`decoding.Film`), for processors. (Some
+    take a tuple of two for frames and what is known of them.)"""
     return _apart()(film)
+
+
+def handed_on(film: Any) -> Any:
+    """The same for where SGLang loads a request's videos first."""
+    return _handed_on()(film)
 
 
 class _Grey:
@@ -85,4 +97,4 @@ def drawn(frames: int, width: int, height: int, frames_per_second: float) -> Any
     Args:
         width, height: in pixels.
     """
-    return apart(_Grey(VideoFacts(frames, width, height, frames_per_second)))
+    return handed_on(_Grey(VideoFacts(frames, width, height, frames_per_second)))

@@ -20,7 +20,7 @@ from sglang_epd.encoder.tower import Prepared
 from sglang_epd.errors import EpdError, MediaError, MediaTypeError
 from sglang_epd.families.adapter import Adapter
 from sglang_epd.families.expansion import EXPANSION
-from sglang_epd.families.films import apart
+from sglang_epd.families.films import handed_on
 from sglang_epd.modality import IMAGE, VIDEO
 from sglang_epd.wire.messages import Layout, TensorSpec
 
@@ -28,8 +28,9 @@ logger = logging.getLogger(__name__)
 
 # What a unit of cost is, where a family does not say how it cuts pictures: 14x14 pixels.
 _VALUES_IN_A_PATCH = 3 * 14 * 14
-# Pixels; sides that are made smaller may come to none.
+# Sides that are made smaller may come to none: of so few pixels, or of so long a picture.
 _NARROW = 28
+_LONG = 200
 
 
 class AdaptedPreparer:
@@ -90,7 +91,8 @@ class AdaptedPreparer:
         except DEVICE_ERRORS:
             raise
         except (RuntimeError, IndexError, ArithmeticError) as error:
-            if min(picture.size) >= _NARROW:
+            least, most = sorted(picture.size)
+            if least >= _NARROW and most <= _LONG * least:
                 raise
             logger.warning("SGLang cannot prepare a picture of %s: %s", picture.size, error)
             raise MediaError("it is too narrow for this model") from error
@@ -100,7 +102,7 @@ class AdaptedPreparer:
     ) -> Prepared:
         film = decoding.video(data)
         try:
-            with apart(film) as video:
+            with handed_on(film) as video:
                 return self.preprocess(VIDEO, self._adapter.family.asked(video, options))
         except DEVICE_ERRORS:
             raise

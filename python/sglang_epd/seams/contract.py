@@ -78,6 +78,7 @@ distributed.device_communicators.mooncake_transfer_engine
 distributed.parallel_state
     encoder/model/loading: init_distributed_environment(world_size rank distributed_init_method
         local_rank backend timeout moe_a2a_backend recovered_rank max_world_size)
+    encoder/model/loading: set_custom_all_reduce(enable)
 entrypoints.engine
     seams/bootstrap: Engine.shutdown(self)
 entrypoints.http_server

@@ -8,7 +8,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from sglang_epd.encoder.model.loading import groups_on, without_language_model
+import packages
+from sglang_epd.encoder.model.loading import (
+    follow_custom_all_reduce,
+    groups_on,
+    without_language_model,
+)
 
 WEIGHTS = {
     "vision_tower.weight": torch.full((2, 2), 1.0),
@@ -193,3 +198,15 @@ def test_process_groups_are_on_the_towers_own_accelerator(monkeypatch):
     server.init_distributed_environment(world_size=2, rank=1, local_rank=1)
     assert [given.pop("local_rank") for given in told] == [3, 1]
     assert told == [{"world_size": 2, "rank": 1}] * 2
+
+
+@pytest.mark.parametrize("disabled", [False, True])
+def test_process_groups_follow_the_flag_of_custom_all_reduces(monkeypatch, disabled):
+    """`MMEncoder` makes its groups without a look at it."""
+    state = packages.sglang_module("distributed.parallel_state")
+    context = packages.sglang_module("runtime_context")
+    monkeypatch.setattr(state, "_ENABLE_CUSTOM_ALL_REDUCE", disabled)
+    comm = SimpleNamespace(disable_custom_all_reduce=disabled)
+    monkeypatch.setattr(context, "get_exec", lambda: SimpleNamespace(comm=comm))
+    follow_custom_all_reduce()
+    assert state._ENABLE_CUSTOM_ALL_REDUCE is not disabled

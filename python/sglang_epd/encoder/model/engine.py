@@ -36,7 +36,11 @@ from sglang_epd.encoder.model.adapted import AdaptedPreparer
 from sglang_epd.encoder.model.copyout import CopyOut, fresh
 from sglang_epd.encoder.model.features import mark, moved, take
 from sglang_epd.encoder.model.graphs import forget
-from sglang_epd.encoder.model.loading import groups_on, without_language_model
+from sglang_epd.encoder.model.loading import (
+    follow_custom_all_reduce,
+    groups_on,
+    without_language_model,
+)
 from sglang_epd.encoder.model.passes import in_passes, within_steps
 from sglang_epd.encoder.model.patches import Patches
 from sglang_epd.encoder.model.preparing import Preparer, videos_can_be_read
@@ -143,6 +147,7 @@ class Engine:
         # SGLang has a pool of its own, in which its processors run.
         side_by_side = envs.SGLANG_ENCODER_PREPROC_WORKERS.override(self._threads)
         gpu_id = get_device().base_gpu_id + rank if gpu_id is None else gpu_id
+        follow_custom_all_reduce()
         with (
             without_language_model(),
             groups_on(gpu_id),
@@ -346,7 +351,8 @@ class Engine:
             self._device.empty_cache()
             self._device.synchronize()
 
-        await asyncio.to_thread(settle)
+        # Not beside a pass: whoever waits for the device ends a capture of a graph.
+        await asyncio.get_running_loop().run_in_executor(self._tower, settle)
         if IMAGE in self.modalities:
             await self._run_own_picture()
 
@@ -403,13 +409,20 @@ class Engine:
             for item in items:
                 item.feature = moved(item.feature, self._encoder.device)
         with torch.inference_mode():
+            made = None
             try:
                 made = encode(items)
             except torch.OutOfMemoryError:
-                if self._has_graphs:
-                    # Each has memory of its own, and one that was begun is in no count.
-                    forget(self._target, self._device, most=0)
-                raise
+                if not self._has_graphs:
+                    raise
+                # Each has memory of its own, and one that was begun is in no count.
+                forget(self._target, self._device, most=0)
+                if not self._alone:
+                    raise  # other ranks would wait in another pass
+            if made is None:
+                # The error is gone, and with it what its frames held.
+                self._device.empty_cache()
+                made = encode(items)
             if not isinstance(made, torch.Tensor):
                 made = torch.cat([part.reshape(-1, part.shape[-1]) for part in made])
             made = made.reshape(-1, made.shape[-1])

@@ -62,6 +62,15 @@ def without_language_model() -> Iterator[None]:
         server.load_model = load
 
 
+def follow_custom_all_reduce() -> None:
+    """Have process groups follow `--disable-custom-all-reduce`, as those of SGLang's other servers
+    do: `MMEncoder` makes its groups by itself."""
+    from sglang.srt.distributed.parallel_state import set_custom_all_reduce
+    from sglang.srt.runtime_context import get_exec
+
+    set_custom_all_reduce(not get_exec().comm.disable_custom_all_reduce)
+
+
 @contextmanager
 def groups_on(gpu_id: int) -> Iterator[None]:
     """While `MMEncoder` is made, its process groups are on that accelerator.

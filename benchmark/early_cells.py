@@ -114,15 +114,18 @@ class Cell(msgspec.Struct, frozen=True):
         return Workload(name=name, title=name, small=scale, paper=scale, images=images)
 
     def items(self) -> list[list[int]]:
-        """Patches of each item, by what the tower attends within: a picture, a step of a video.
-        Of a video that takes several passes, each of these is an item."""
+        """Patches of each item, by what the tower attends within: a picture, or a video or each
+        step of it. Of a video that takes several passes, each of these is an item."""
         patch = self.profile.pixels.patch_px
         if self.sent == "video":
             step, steps = (
                 CLIP.width // patch * (CLIP.height // patch),
                 CLIP.frames // _FRAMES_A_STEP,
             )
-            fit = max(1, self.profile.encoder.tower.batch_patches // step)
+            tower = self.profile.encoder.tower
+            if not tower.within_steps:
+                return [[step * steps]]
+            fit = max(1, tower.batch_patches // step)
             least = math.ceil(steps / fit) if MACHINES[self.machine].in_passes else 1
             each = math.ceil(steps / least)
             return [[step] * min(each, steps - first) for first in range(0, steps, each)]
@@ -191,11 +194,15 @@ def passes(one: Cell, prompt: int) -> Passes:
     tower, merge = profile.encoder.tower, profile.pixels.merge
     encoders = 1 if one.sent == "video" else one.encoders
     shares = [items[first::encoders] for first in range(encoders)]
-    encode = max(sum(map(tower.seconds, _batches(tower, share))) for share in shares)
+
+    def seconds(spans: Sequence[float]) -> float:
+        return tower.seconds((patches, 1) for patches in spans)
+
+    encode = max(sum(map(seconds, _batches(tower, share))) for share in shares)
     before = prompt - sum(items[-1]) // merge - TEXT_TOKENS
     return Passes(
         encode,
-        tower.seconds(items[0]),
+        seconds(items[0]),
         prefill_s(profile, prompt, stages=one.stages),
         prefill_s(profile, prompt, before, stages=one.stages),
     )

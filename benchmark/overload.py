@@ -116,7 +116,7 @@ class Tower:
 
     async def forward(self, batch: Sequence[Prepared], tell: Any = None) -> list[torch.Tensor]:
         async with self._running:
-            seconds = self._noisy(self._costs.tower.seconds(one.patches for one in batch))
+            seconds = self._noisy(self._costs.tower.seconds((one.patches, 1) for one in batch))
             await asyncio.sleep(seconds)
             self.busy_s += seconds
         return list(torch.zeros(len(batch), 1, dtype=torch.bfloat16).split(1))
@@ -225,7 +225,7 @@ def capacity(costs: EncoderCosts, case: Case, patch_px: int) -> float:
     count = max(1, min(tower.batch_items, int(tower.batch_patches // mean)))
     # The square term takes each picture by itself.
     every = [patches_of(size, patch_px) for size in case.sizes]
-    seconds = tower.seconds(every * count)
+    seconds = tower.seconds((patches, 1) for patches in every * count)
     return case.encoders * sum(every) * count / seconds if seconds else math.inf
 
 

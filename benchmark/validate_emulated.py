@@ -104,7 +104,7 @@ async def idle(
     steps: list[float] = []
     tower = {"": 0.0}
     for patches, size in SIZES.items():
-        tower[size] = profile.encoder.tower.seconds([patches])
+        tower[size] = profile.encoder.tower.seconds([(patches, 1)])
     for turn in range(repeats + 1):
         for url in urls:
             for size, values in beside.items():

@@ -190,7 +190,7 @@ def sought(topology: str) -> Case:
 
 def bounds(profile: Profile) -> Slo:
     """The SLO of a goodput."""
-    picture = profile.encoder.tower.seconds([1024.0])
+    picture = profile.encoder.tower.seconds([(1024.0, 1)])
     first_s = picture + profile.language.prefill_s([(256 + 60, 0)])
     step_s = profile.language.step_s(1, 300)
     return Slo(ttft_s=_SLO_TTFT * first_s, tpot_s=_SLO_TPOT * step_s, quantile=_SLO_QUANTILE)

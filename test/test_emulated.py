@@ -99,8 +99,8 @@ def test_costs_are_lines_above_a_floor():
     # The context of a chunk behind others is longer.
     assert costs.prefill_s([(8000, 8000)]) == pytest.approx(long + 8000 * 8000 * 1e-9)
     tower = PROFILE.encoder.tower
-    assert tower.seconds([1]) == tower.least_s
-    assert tower.seconds([10_000, 10_000]) - tower.seconds([10_000]) == pytest.approx(
+    assert tower.seconds([(1, 1)]) == tower.least_s
+    assert tower.seconds([(10_000, 1)] * 2) - tower.seconds([(10_000, 1)]) == pytest.approx(
         10_000 * 3.2e-6 + 1e8 * 4.2e-11
     )
 

@@ -45,11 +45,13 @@ class HostCosts(Data, frozen=True):
 
 
 class TowerCosts(Data, frozen=True):
-    """One forward pass of the vision tower: `launch_s + sum(p patch_s + p^2 patch2_s)` over
-    its items of p patches each.
+    """One forward pass of the vision tower: `launch_s + sum(p patch_s + p^2 / s patch2_s)` over
+    its items of p patches in s equal steps each; a picture has one step.
 
     Attributes:
         least_s: of a pass, however small: the host takes so long to launch it.
+        within_steps: a patch attends to the patches of its own step of a video (Qwen3-VL);
+            otherwise to all of the video's (Qwen2.5-VL), and s is 1.
         batch_patches, batch_items: bounds on one pass (`SGLANG_EPD_ENCODER_BATCH_*`).
     """
 
@@ -57,12 +59,16 @@ class TowerCosts(Data, frozen=True):
     launch_s: Cost = 0.0
     least_s: Cost = 0.0
     patch2_s: Cost = 0.0
+    within_steps: bool = True
     batch_patches: Positive = 16_384
     batch_items: Positive = 32
 
-    def seconds(self, items: Iterable[float]) -> float:
-        """Time of one pass over items, given by their patches."""
-        seconds = sum(patches * (self.patch_s + patches * self.patch2_s) for patches in items)
+    def seconds(self, items: Iterable[tuple[float, int]]) -> float:
+        """Time of one pass over items, given by their patches and steps."""
+        seconds = 0.0
+        for patches, steps in items:
+            attended = patches / steps if self.within_steps else patches
+            seconds += patches * (self.patch_s + attended * self.patch2_s)
         return max(self.least_s, self.launch_s + seconds)
 
 
@@ -92,6 +98,9 @@ class LanguageCosts(Data, frozen=True):
             until it may be scheduled.
         host: preprocessing, where the server encodes.
         tower: encoding, likewise; prefill and decode wait meanwhile.
+        keeps_embeddings: they are kept from one chunk of a prompt to the next. Otherwise an item
+            is encoded for each chunk that has tokens of it (Qwen3-VL on H100 and H20, unless
+            `SGLANG_VLM_CACHE_SIZE_MB` is given).
         received_item_s: the scheduler's time for each embedding from an encoder.
         prefill_least_s: of a pass over prompts, as of a tower.
         prefill_token_s, prefill_context_s: time of each token, and of each token and token of
@@ -115,6 +124,7 @@ class LanguageCosts(Data, frozen=True):
     decode_launch_s: Cost
     tower: TowerCosts
     host: HostCosts = HostCosts()
+    keeps_embeddings: bool = True
     gpus: Rate = 1.0
     request_s: Cost = 0.0
     received_item_s: Cost = 0.0
@@ -154,12 +164,17 @@ class LanguageCosts(Data, frozen=True):
 
 class Links(Data, frozen=True):
     """Embeddings go from encoders to language servers, KV from prefill to decode. Each server
-    sends and receives at the given rate, one transfer after the other."""
+    sends and receives at the given rate, one transfer after the other.
+
+    Attributes:
+        kv_bytes_per_token: None where it is not known, so that prefill and decode cannot be
+            apart.
+    """
 
     bytes_per_token: Positive
     latency_s: Cost = 0.0
     bytes_per_s: Rate = 1e12
-    kv_bytes_per_token: Count = 0
+    kv_bytes_per_token: Count | None = None
     kv_latency_s: Cost = 0.0
     kv_bytes_per_s: Rate = 1e12
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 from sglang_epd.profile import Profile
 from sglang_epd_plan import plots
 from sglang_epd_plan.model import simulate
-from sglang_epd_plan.planning import SHAPES, NoPlanError, Plan, plan
+from sglang_epd_plan.planning import SHAPES, NoPlanError, Plan, enough, plan
 from sglang_epd_plan.report import Report, Slo
 from sglang_epd_plan.topology import parse
 from sglang_epd_plan.workload import Traffic, Workload
@@ -40,9 +41,12 @@ def simulated(
     Raises:
         ConfigError: a topology or the rate cannot be used.
     """
-    policy, cells = question.policy, question.cells
+    policy, cells, rate = question.policy, question.cells, question.rate
     parsed = [parse(one, policy=policy, cells=cells) for one in topologies]
-    traffic = Traffic(rate=question.rate, requests=question.requests * cells)
+    requests = question.requests
+    if 0 < rate < math.inf:
+        requests = enough(question.workload, question.slo, rate / cells, requests)
+    traffic = Traffic(rate=rate, requests=requests * cells)
     reports = {
         one.name: simulate(question.profile, question.workload, one, traffic, seed=question.seed)
         for one in parsed
@@ -91,10 +95,12 @@ def text(answer: Answer) -> str:
     """One answer, for people."""
     if "none" in answer:
         return f"{answer['shape']}: no plan. {answer['none']}"
+    bound = f"p{100 * answer['slo_quantile']:g}"
     lines = [
         f"{answer['topology']}: {answer['gpus']:g} GPUs, "
         + ("meets the SLO" if answer["meets_slo"] else "misses the SLO"),
-        f"  TTFT {_latency(answer['ttft_ms'])}; TPOT {_latency(answer['tpot_ms'])}; "
+        f"  TTFT {_latency(answer['ttft_ms'], bound)}; "
+        f"TPOT {_latency(answer['tpot_ms'], bound)}; "
         f"{answer['requests_per_s']:.4g} requests/s answered",
         "  busy: " + ", ".join(f"{name} {share:.0%}" for name, share in answer["busy"].items()),
     ]
@@ -137,7 +143,8 @@ def _plan_answer(one: Plan, question: Question) -> Answer:
 
 
 def _answer(report: Report, slo: Slo) -> Answer:
-    return {**report.summary(), "meets_slo": report.meets(slo)}
+    summary = report.summary(slo.quantile)
+    return {**summary, "slo_quantile": slo.quantile, "meets_slo": report.meets(slo)}
 
 
 def _draw_steps(folder: Path | None, reports: Mapping[str, Report]) -> None:
@@ -146,10 +153,10 @@ def _draw_steps(folder: Path | None, reports: Mapping[str, Report]) -> None:
         plots.steps(folder / "steps.svg", reports)
 
 
-def _latency(quantiles: Mapping[str, float | None]) -> str:
+def _latency(quantiles: Mapping[str, float | None], bound: str) -> str:
     shown = (
         f"{name} {'never' if ms is None else f'{ms:.4g} ms'}"
         for name, ms in quantiles.items()
-        if name in ("p50", "p99")
+        if name in ("p50", bound)
     )
     return ", ".join(shown)

@@ -11,7 +11,16 @@ import simpy
 from sglang_epd.profile import Profile
 from sglang_epd_plan.prefixes import Chain, length
 from sglang_epd_plan.records import Conversation, Item, Outcome, Request
-from sglang_epd_plan.workload import Closed, Kind, Popularity, Traffic, Workload, drawn, intervals
+from sglang_epd_plan.workload import (
+    Closed,
+    Kind,
+    Popularity,
+    Traffic,
+    Workload,
+    drawn,
+    intervals,
+    turns,
+)
 
 
 class Demand:
@@ -28,8 +37,8 @@ class Demand:
         self._rng = rng
         self._weights = [kind.weight for kind in workload.kinds]
         self._popularities = [Popularity(kind.catalogue, kind.zipf) for kind in workload.kinds]
-        # Patches of catalogue items by kind and number: they are the same in each request.
-        self._patches: dict[tuple[int, int], float] = {}
+        # Patches and steps of catalogue items by kind and number: the same in each request.
+        self._patches: dict[tuple[int, int], tuple[float, int]] = {}
 
     def next(self, now: float) -> Request:
         """A new request, which arrives now."""
@@ -58,7 +67,9 @@ class Demand:
         conversation.history += request.turn()
         turn = self._request(request.kind, now)
         turn.conversation = conversation
-        turn.items = [Item(turn, one.key, one.patches, one.tokens) for one in request.items]
+        turn.items = [
+            Item(turn, one.key, one.patches, one.tokens, one.steps) for one in request.items
+        ]
         _lay_out(turn, tuple(conversation.history))
         return turn
 
@@ -75,17 +86,18 @@ class Demand:
             number = self._popularities[index].draw(self._rng)
             if (index, number) not in self._patches:
                 self._patches[index, number] = self._drawn_patches(kind)
-            patches = self._patches[index, number]
+            patches, steps = self._patches[index, number]
             key = index.to_bytes(8) + number.to_bytes(8)
         else:
-            patches = self._drawn_patches(kind)
+            patches, steps = self._drawn_patches(kind)
             key = self._rng.randbytes(16)
-        return Item(request, key, patches, max(1, round(patches / self._pixels.merge)))
+        return Item(request, key, patches, max(1, round(patches / self._pixels.merge)), steps)
 
-    def _drawn_patches(self, kind: Kind) -> float:
+    def _drawn_patches(self, kind: Kind) -> tuple[float, int]:
         if kind.patches is not None:
-            return float(max(1, drawn(kind.patches, self._rng)))
-        return self._rng.choice(kind.pictures).patches(self._pixels)
+            return float(max(1, drawn(kind.patches, self._rng))), 1
+        picture = self._rng.choice(kind.pictures)
+        return picture.patches(self._pixels), picture.frames
 
 
 def _lay_out(request: Request, history: Chain) -> None:
@@ -131,7 +143,8 @@ class Clients:
             for _ in range(arrival.users):
                 self._start(self._user(arrival.think_s))
         else:
-            self._start(self._arrivals(intervals(arrival, traffic.rate, rng)))
+            rate = traffic.rate / turns(demand.workload)
+            self._start(self._arrivals(intervals(arrival, rate, rng)))
 
     def ended(self, request: Request) -> None:
         """A request has ended: its next turn follows, or its user goes on."""

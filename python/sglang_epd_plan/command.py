@@ -21,7 +21,9 @@ def plan(
     workload: Annotated[
         Path, typer.Option(help="Which requests arrive: a JSON, YAML or TOML file.", dir_okay=False)
     ],
-    rate: Annotated[float, typer.Option(help="Requests a second; 0 for closed loops.")],
+    rate: Annotated[
+        float, typer.Option(help="Requests a second, each turn counted; 0 for closed loops.")
+    ],
     ttft_s: Annotated[float, typer.Option(help="SLO on the time to first token.")] = 2.0,
     tpot_s: Annotated[float, typer.Option(help="SLO on a request's mean time per token.")] = 0.1,
     quantile: Annotated[float, typer.Option(help="Share of requests that meet each bound.")] = 0.99,
@@ -34,7 +36,9 @@ def plan(
     ] = None,
     policy: Annotated[str, typer.Option(help="Dispatch policy.")] = "affinity",
     cells: Annotated[int, typer.Option(help="Independent deployments that share the rate.")] = 1,
-    requests: Annotated[int, typer.Option(help="Requests of each run, in each cell.")] = 2000,
+    requests: Annotated[
+        int, typer.Option(help="Requests of each run, in each cell, at least.")
+    ] = 2000,
     seed: Annotated[int, typer.Option(help="Seed of all random draws.")] = 0,
     plots: Annotated[
         Path | None, typer.Option(help="Folder for plots (SVG).", file_okay=False)

@@ -147,7 +147,7 @@ class Encoder:
         batch = self._batches[0]
         for job in batch:
             job.content[0].begun = self._env.now
-        seconds = self._costs.tower.seconds(job.cost for job in batch)
+        seconds = self._costs.tower.seconds((job.cost, job.content[0].steps) for job in batch)
         self._after(seconds, partial(self._ran, batch, seconds))
 
     def _ran(self, batch: list[Job], seconds: float) -> None:

@@ -50,6 +50,8 @@ class Server:
         self._decodes = decodes
         self._prefilled = prefilled
         self._ended = ended
+        # Requests that another server will prefill, until there is room for them here.
+        self._roomless: deque[tuple[Request, Callable[[], None]]] = deque()
         # With its KV, from other servers: not seen yet, and seen but not in the batch yet.
         self._arrived: deque[Request] = deque()
         self._joining: list[Request] = []
@@ -78,8 +80,36 @@ class Server:
         self.prompts.add(request)
         self._wake(self._may_prefill())
 
+    def make_room(self, request: Request, then: Callable[[], None]) -> None:
+        """Promise KV memory for a request that another server prefills, in order of arrival.
+
+        Args:
+            then: called when there is room, which the scheduler sees when it looks.
+        """
+        self._roomless.append((request, then))
+        self._after(self.looks_s(), self._make_room)
+
+    def drop(self, request: Request) -> None:
+        """Forget a request that has failed before it was prefilled."""
+        if request.roomy:
+            self.prompts.release(request)
+        else:
+            self._roomless = deque(one for one in self._roomless if one[0] is not request)
+        self._make_room()
+
+    def _make_room(self) -> None:
+        while self._roomless:
+            request, then = self._roomless[0]
+            wanted = self.prompts.kv_tokens + self.prompts.needs(request)
+            if wanted > self.costs.kv_tokens:
+                break
+            self._roomless.popleft()
+            self.prompts.kv_tokens = wanted
+            request.roomy = True
+            then()
+
     def add_prefilled(self, request: Request) -> None:
-        """Take a request that another server prefilled, with its KV."""
+        """Take a request that another server prefilled, with its KV, for which there is room."""
         self._arrived.append(request)
         self._wake(self._may_join())
 
@@ -101,10 +131,8 @@ class Server:
         return self.prompts.may_begin(len(self._batch))
 
     def _may_join(self) -> bool:
-        if not self._arrived or len(self._batch) + len(self._joining) >= self.costs.running:
-            return False
-        wanted = self.prompts.kv_tokens + self.prompts.needs(self._arrived[0])
-        return wanted <= self.costs.kv_tokens
+        running = len(self._batch) + len(self._joining)
+        return bool(self._arrived) and running < self.costs.running
 
     def _wake(self, useful: bool) -> None:
         """Go on if the server is idle, or after the current step if a request may begin."""
@@ -151,7 +179,6 @@ class Server:
         """Requests that another server prefilled: their first tokens leave, and they decode."""
         while self._may_join():
             request = self._arrived.popleft()
-            self.prompts.kv_tokens += self.prompts.needs(request)
             request.first = max(self.env.now, request.passed_on)
             if at_once or request.output == 1:
                 self._answer(request)
@@ -231,3 +258,4 @@ class Server:
             if request.conversation is not None:
                 self.prompts.keep((*request.chain, *request.turn()))
             self._ended(request)
+        self._make_room()

@@ -66,7 +66,8 @@ class Deployment:
         live: requests that have arrived and not ended.
 
     Raises:
-        ConfigError: a closed loop has a rate, or open arrivals have none.
+        ConfigError: a closed loop has a rate, or open arrivals have none; or the profile does
+            not tell how large the KV is that has to be sent.
     """
 
     def __init__(
@@ -81,6 +82,12 @@ class Deployment:
     ) -> None:
         if isinstance(workload.arrival, Closed) == bool(traffic.rate):
             raise ConfigError("arrivals have a rate, unless they are a closed loop")
+        kv_bytes = profile.links.kv_bytes_per_token
+        if topology.decodes and kv_bytes is None:
+            raise ConfigError(
+                f"profile {profile.name}: prefill and decode apart need links.kv_bytes_per_token"
+            )
+        self._kv_bytes_per_token = kv_bytes or 0
         self.env = env = simpy.Environment()
         self._links = profile.links
         self._stop = stop
@@ -149,10 +156,11 @@ class Deployment:
             fits = fits and self.budgets[number].fits(self._nbytes(request))
         if fits:
             if self.decodes:
-                # Routers choose both servers. The decode server makes room when it looks.
+                # Routers choose both servers.
                 decode = self._decode_of[request.number] = self.decodes[self._route(self.decodes)]
                 decode.outstanding += 1
-                request.room = self.env.now + decode.looks_s()
+                request.roomy = False
+                decode.make_room(request, partial(self._prefill_if, request))
             self._after(server.costs.request_s, partial(self._received, request, server))
         else:
             self._finish(request, Outcome.TOO_LARGE)
@@ -179,17 +187,21 @@ class Deployment:
             self._complete(request)
 
     def _complete(self, request: Request) -> None:
-        """Nothing of the prompt is missing; the decode server may still have to make room."""
-        request.complete = self.env.now
-        server = self.prefills[self._prefill_of[request.number]]
-        self._at(request.room, partial(server.add, request))
+        """Nothing of the prompt is missing."""
+        request.complete, request.whole = self.env.now, True
+        self._prefill_if(request)
+
+    def _prefill_if(self, request: Request) -> None:
+        """Have a prompt prefilled that is complete, and for whose answer there is room."""
+        if request.whole and request.roomy:
+            self.prefills[self._prefill_of[request.number]].add(request)
 
     def _prefilled(self, request: Request, server: Server) -> None:
         """Send the KV to a decode server."""
         decode = self._decode_of[request.number]
         end = arrival(
             self.env.now,
-            request.prompt * self._links.kv_bytes_per_token,
+            request.prompt * self._kv_bytes_per_token,
             server.outward,
             decode.inward,
             latency_s=self._links.kv_latency_s,
@@ -227,6 +239,8 @@ class Deployment:
         decode = self._decode_of.pop(request.number, None)
         if decode is not None:
             decode.outstanding -= 1
+            if outcome is not Outcome.DONE:
+                decode.drop(request)
         if decode is None or outcome is not Outcome.DONE:
             self.prefills[number].outstanding -= 1
             self.budgets[number].release(request)

@@ -35,6 +35,10 @@ _BLAME = {
     "encode": "encoders",
     "hand over": "decodes",
 }
+# How long a rate is held, at least: in seconds; in bounds on the time to first token, so that
+# an overload of 2%, the tolerance of `goodput`, misses it; and in mean answers or conversations, so
+# that as many are under way as there will ever be.
+_HELD_S, _HELD_BOUNDS, _HELD_ANSWERS = 120.0, 50, 5
 # How busy servers are by the first guess; by which share a count grows; and how often.
 _BUSY = 0.85
 _GROWTH = 0.1
@@ -72,10 +76,11 @@ def work(profile: Profile, workload: Workload, slo: Slo) -> dict[str, float]:
     encode = prefill = decode = 0.0
     for kind in workload.kinds:
         share = kind.weight / total
-        items, patches = mean(kind.items), _patches(kind, profile)
+        items, media = mean(kind.items), _media(kind, profile)
+        patches = math.fsum(patches for patches, _ in media) / len(media)
         tokens = mean(kind.text_tokens) + items * patches / profile.pixels.merge
         tower = profile.encoder.tower
-        encode += share * items * tower.seconds([patches])
+        encode += share * items * math.fsum(tower.seconds([one]) for one in media) / len(media)
         language = profile.language
         prefill += share * language.prefill_s([(tokens, 0)])
         output = mean(kind.output_tokens)
@@ -101,7 +106,7 @@ def plan(
     Args:
         rate: requests a second, of all cells together.
         cells: independent deployments that share the rate; counts are those of one.
-        requests: of each run, which simulates one cell.
+        requests: of each run, which simulates one cell, at least (`enough`).
 
     Raises:
         ConfigError: there is no such shape, or a number is out of range.
@@ -109,12 +114,13 @@ def plan(
     """
     if shape not in SHAPES:
         raise ConfigError(f"{shape!r} is no shape: give one of {', '.join(SHAPES)}")
-    if isinstance(workload.arrival, Closed) or rate <= 0:
+    if isinstance(workload.arrival, Closed) or not 0 < rate < math.inf:
         raise ConfigError("a plan is for a positive rate of open arrivals")
     if cells < 1 or requests < 100:
         raise ConfigError("a plan needs at least one cell and 100 requests")
     names = SHAPES[shape]
     each = rate / cells
+    requests = enough(workload, slo, each, requests)
     steps: list[tuple[str, bool]] = []
 
     def build(counts: dict[str, int]) -> Topology:
@@ -163,6 +169,19 @@ def plan(
     )
 
 
+def enough(workload: Workload, slo: Slo, rate: float, least: int) -> int:
+    """Requests of a run that is long enough to show whether an SLO holds: a queue that grows
+    shows only in time."""
+    total = sum(kind.weight for kind in workload.kinds)
+    talk = 0.0
+    for kind in workload.kinds:
+        answer = slo.ttft_s + mean(kind.output_tokens) * slo.tpot_s
+        turns = max(1.0, mean(kind.turns))
+        talk += kind.weight / total * (turns * answer + (turns - 1) * kind.think_s)
+    seconds = max(_HELD_S, _HELD_BOUNDS * slo.ttft_s, _HELD_ANSWERS * talk)
+    return max(least, math.ceil(rate * seconds))
+
+
 def _trim(
     counts: dict[str, int],
     found: Trial,
@@ -207,7 +226,8 @@ def breaking(limit: Goodput, slo: Slo) -> str:
         value = report.quantile(name, slo.quantile)
         if value > bound:
             parts.append(f"p{100 * slo.quantile:g} {name.upper()}")
-    slowest, before = report.step_means(0.01), held.report.step_means(0.01)
+    share = 1 - slo.quantile
+    slowest, before = report.step_means(share), held.report.step_means(share)
     step = max(slowest, key=lambda step: slowest[step] - before[step])
     if parts and parts[0].endswith("TPOT"):
         where = "decode steps and what runs between them"
@@ -231,12 +251,11 @@ def _least(
     return {name: max(1, math.ceil(rate * seconds[name] / _BUSY)) for name in names}
 
 
-def _patches(kind: Kind, profile: Profile) -> float:
+def _media(kind: Kind, profile: Profile) -> list[tuple[float, int]]:
+    """Patches and steps of items, each as likely."""
     if kind.patches is not None:
-        return mean(kind.patches)
-    if not kind.pictures:
-        return 0.0
-    return sum(one.patches(profile.pixels) for one in kind.pictures) / len(kind.pictures)
+        return [(mean(kind.patches), 1)]
+    return [(one.patches(profile.pixels), one.frames) for one in kind.pictures] or [(0.0, 1)]
 
 
 def _batch(profile: Profile, slo: Slo, context: float) -> int:

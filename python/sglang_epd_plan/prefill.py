@@ -16,7 +16,7 @@ class Pass:
 
     Attributes:
         parts: requests, each with its tokens in this pass; all but the last reach their end.
-        items: media that this server encodes first, because their tokens begin in this pass.
+        items: media that this server encodes first, because this pass has tokens of them.
         received: embeddings of those requests that came from encoders.
     """
 
@@ -35,14 +35,14 @@ class Pass:
         """Time of the tower, in batches within its bounds."""
         if not self.items:
             return 0.0
-        batch: list[float] = []
+        batch: list[tuple[float, int]] = []
         seconds = patches = 0.0
         for item in self.items:
             full = len(batch) == costs.tower.batch_items
             if batch and (full or patches + item.patches > costs.tower.batch_patches):
                 seconds += costs.tower.seconds(batch)
                 batch, patches = [], 0.0
-            batch.append(item.patches)
+            batch.append((item.patches, item.steps))
             patches += item.patches
         return seconds + costs.tower.seconds(batch)
 
@@ -128,7 +128,8 @@ class PrefillQueue:
                 self._begin(request, taken)
             tokens = min(request.prompt - request.prefilled, budget)
             if self._encodes:
-                taken.items += request.items_before(request.prefilled + tokens)
+                end, kept = request.prefilled + tokens, self._costs.keeps_embeddings
+                taken.items += request.items_before(end, kept=kept)
             taken.parts.append((request, tokens))
             budget -= tokens
             if request.prefilled + tokens < request.prompt:

@@ -21,6 +21,7 @@ class Item:
     """One image, video or audio clip.
 
     Attributes:
+        steps: of a video, equal parts in time.
         encoder: number of the encoder that has the item in work; -1 if none has.
         tries: how often the item was sent again.
         source: how its embedding came about on an encoder (`sglang_epd.wire.http.ItemOutcome`).
@@ -33,6 +34,7 @@ class Item:
     key: bytes
     patches: float
     tokens: int
+    steps: int = 1
     encoder: int = -1
     tries: int = 0
     source: str = ""
@@ -73,7 +75,7 @@ class Request:
         cached: prompt tokens that the prefix cache had when the prefill began.
         encoded: first items that a server with a tower has encoded or found in its prefix cache.
         prefilled: prompt tokens in the KV cache, the cached ones included.
-        room: when a decode server has made room for it.
+        whole, roomy: nothing of the prompt is missing; a decode server has made room for it.
         passed_on: when its prefill server has seen that the KV has arrived, before which no router
             passes the answer on.
         complete, prefill_begun, prefill_ended, first, ended: when nothing of the prompt was
@@ -96,7 +98,8 @@ class Request:
     cached: int = 0
     encoded: int = 0
     prefilled: int = 0
-    room: float = 0.0
+    whole: bool = False
+    roomy: bool = True
     passed_on: float = 0.0
     complete: float = 0.0
     prefill_begun: float = 0.0
@@ -105,10 +108,12 @@ class Request:
     ended: float = 0.0
     outcome: Outcome | None = None
 
-    def items_before(self, tokens: int) -> list[Item]:
-        """The next items to encode for a prefill of so many prompt tokens: those that begin
-        among them."""
-        begin, first = sum(item.tokens for item in self.items[: self.encoded]), self.encoded
+    def items_before(self, tokens: int, *, kept: bool) -> list[Item]:
+        """The items to encode for a prefill up to so many prompt tokens: those that begin among
+        its tokens, and without embeddings that are kept the one that an earlier chunk cut, too."""
+        first, begin = self.encoded, sum(item.tokens for item in self.items[: self.encoded])
+        if not kept and first and begin > self.prefilled:
+            first -= 1
         while self.encoded < len(self.items) and begin < tokens:
             begin += self.items[self.encoded].tokens
             self.encoded += 1

@@ -183,12 +183,17 @@ class Report:
         chosen = order[: max(1, round(slowest * len(order)))]
         return {step: float(np.frombuffer(self.steps[step])[chosen].mean()) for step in STEPS}
 
-    def summary(self) -> dict[str, object]:
-        """Plain data for people and files; times are in milliseconds."""
+    def summary(self, *also: float) -> dict[str, object]:
+        """Plain data for people and files; times are in milliseconds.
+
+        Args:
+            also: quantiles beside the usual.
+        """
+        quantiles = sorted({0.5, 0.9, 0.99, *also})
         latencies = {
             f"{name}_ms": {
                 "mean": _ms(self.mean(name)),
-                **{f"p{round(100 * q)}": _ms(self.quantile(name, q)) for q in (0.5, 0.9, 0.99)},
+                **{f"p{100 * q:g}": _ms(self.quantile(name, q)) for q in quantiles},
             }
             for name in ("ttft", "tpot", "total")
         }

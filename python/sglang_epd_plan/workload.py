@@ -44,7 +44,7 @@ Number = int | Uniform | Exponential | Lognormal
 
 
 class Picture(Data, frozen=True):
-    """An image, or a video of `frames` pairs of frames."""
+    """An image, or a video of `frames` pairs of frames: the steps of the tower."""
 
     width: Positive
     height: Positive
@@ -67,8 +67,8 @@ class Kind(Data, frozen=True):
         patches: their patches, for any modality.
         catalogue: number of different items; 0 if none comes twice.
         zipf: exponent of their popularity.
-        turns: of a conversation; each turn repeats the media and earlier turns, and adds a text
-            of `text_tokens`.
+        turns: of a conversation, each a request, which repeats the media and earlier turns and
+            adds a text of `text_tokens`.
         think_s: time from an answer to the next turn.
     """
 
@@ -144,7 +144,7 @@ class Traffic:
     """How much of a workload a run has.
 
     Attributes:
-        rate: requests a second; 0 for closed loops.
+        rate: requests a second, all turns of conversations counted; 0 for closed loops.
         requests, seconds: bounds on arrivals, whichever is reached first; requests that have
             arrived are served to their end.
 
@@ -189,6 +189,12 @@ def mean(number: Number) -> float:
             return (number.low + number.high) / 2
         case Exponential() | Lognormal():
             return number.mean
+
+
+def turns(workload: Workload) -> float:
+    """Requests of a mean conversation; 1 where there are none."""
+    weights = sum(kind.weight for kind in workload.kinds)
+    return sum(kind.weight * max(1.0, mean(kind.turns)) for kind in workload.kinds) / weights
 
 
 def intervals(arrival: Arrival, rate: float, rng: random.Random) -> Iterator[float]:

@@ -26,8 +26,8 @@ def _cell(sent: str, topology: str = "1E1PD", machine: str = "h100") -> cells.Ce
 
 def test_a_request_costs_what_it_would_with_pictures_of_1080p() -> None:
     cost, by = cells.passes(ALONE, 1100), 10764 / 1024
-    assert cost.encode == pytest.approx(4 * WHOLE.encoder.tower.seconds([10764]))
-    assert cost.first == pytest.approx(WHOLE.encoder.tower.seconds([10764]))
+    assert cost.encode == pytest.approx(4 * WHOLE.encoder.tower.seconds([(10764, 1)]))
+    assert cost.first == pytest.approx(WHOLE.encoder.tower.seconds([(10764, 1)]))
     first, rest = 779 * by, 321 * by
     expected = WHOLE.language.prefill_s([(first, 0)]) + WHOLE.language.prefill_s([(rest, first)])
     assert cost.prefill == pytest.approx(expected)
@@ -49,7 +49,7 @@ def test_pictures_are_encoded_as_far_as_they_fit_into_a_pass(
 ) -> None:
     profile = one.profile
     patches = 784 if one.machine == "h20" else 1024
-    expected = sum(profile.encoder.tower.seconds([patches] * count) for count in passes)
+    expected = sum(profile.encoder.tower.seconds([(patches, 1)] * count) for count in passes)
     assert cells.passes(one, 5000).encode == pytest.approx(expected)
 
 
@@ -65,7 +65,8 @@ def test_a_video_in_one_pass_has_nothing_to_save() -> None:
     steps = cells.CLIP.frames // 2
     tower = _cell("video").profile.encoder.tower
     step = cells.CLIP.width // 14 * (cells.CLIP.height // 14)
-    assert cost.encode == pytest.approx(tower.seconds([step] * steps))
+    # Qwen2.5-VL's attends to the whole of it.
+    assert cost.encode == pytest.approx(tower.seconds([(step * steps, 1)]))
     assert early_page.share(cost, 0.1) is None
 
 
@@ -76,7 +77,7 @@ def test_a_video_in_several_passes_is_prefilled_beside_them(topology: str) -> No
     steps, step = cells.CLIP.frames // 2, 160 // 16 * (96 // 16)
     # Two passes of equal size have room for it.
     assert steps / 2 < tower.batch_patches // step < steps
-    assert cost.first == pytest.approx(tower.seconds([step] * (steps // 2)))
+    assert cost.first == pytest.approx(tower.seconds([(step * (steps // 2), steps // 2)]))
     assert cost.encode == pytest.approx(2 * cost.first)
     assert cost.bound < 0.95 * cost.serial
 

@@ -50,7 +50,14 @@ def test_a_topology_is_simulated_as_it_is(files):
     typed = [*files, "--rate", "5", "--topology", "1E1PD", "--topology", "2EPD", "--json"]
     answers = json.loads(CliRunner().invoke(app, typed, catch_exceptions=False).stdout)
     assert [one["topology"] for one in answers] == ["1E1PD", "2EPD"]
-    assert all(one["outcomes"] == {"done": 200} for one in answers)
+    # Two minutes of it, though 200 requests would be less.
+    assert all(one["outcomes"] == {"done": 600} for one in answers)
+
+
+def test_the_quantile_that_is_bounded_is_shown(files):
+    typed = [*files, "--rate", "5", "--topology", "1E1PD", "--quantile", "0.9"]
+    shown = CliRunner().invoke(app, typed, catch_exceptions=False).stdout
+    assert "p90" in shown and "p99" not in shown
 
 
 def test_what_cannot_be_planned_is_said_beside_what_can(files):
@@ -62,6 +69,10 @@ def test_what_cannot_be_planned_is_said_beside_what_can(files):
     ("typed", "says"),
     [
         (["--rate", "-1"], "positive rate"),
+        (["--rate", "inf"], "positive rate"),
+        (["--rate", "nan", "--shape", "EPD"], "positive rate"),
+        (["--rate", "inf", "--topology", "1EPD"], "no rate"),
+        (["--rate", "nan", "--topology", "1EPD"], "no rate"),
         (["--rate", "5", "--topology", "0EPD"], "is no topology"),
         (["--rate", "5", "--topology", "1EPD", "--shape", "EPD"], "give one"),
         (["--rate", "5", "--quantile", "2"], "quantile"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -101,6 +102,23 @@ def test_a_decode_server_makes_room_when_it_looks(profile, workload):
     assert queue[int(0.9 * len(queue))] < 0.0201
 
 
+def test_a_decode_server_keeps_memory_for_a_request_from_before_its_prefill(profile, workload):
+    """It holds two prompts and answers. A request is prefilled in 1 s and decoded in 0.4 s, so
+    that its own would be free long before it is prefilled."""
+    machine = profile(language={"kv_tokens": 2 * 1020, "prefill_token_s": 1e-3})
+    asked = workload("constant", items=0, pictures=[], text_tokens=1000, output_tokens=20)
+    runs = {
+        shape: simulate(machine, asked, parse(shape), Traffic(rate=10, requests=20))
+        for shape in ("4EP1D", "4EP9D")
+    }
+    few, many = (statistics.fmean(run.steps["prefill queue"]) for run in runs.values())
+    # Two at a time take 1.4 s each in the one, four at a time 1 s in the other.
+    assert runs["4EP1D"].throughput == pytest.approx(2 / 1.4, rel=0.1)
+    assert runs["4EP9D"].throughput == pytest.approx(4, rel=0.2)
+    assert few > 2 * many
+    assert all(run.outcomes == {"done": 20} for run in runs.values())
+
+
 def test_an_answer_begins_when_the_prefill_server_has_seen_that_its_kv_arrived(profile, workload):
     """Three requests come every 50 ms, and are prefilled in 210 ms each. When the first has ended
     at 260 ms, the server launches the next, and looks. It has decided on the third before the
@@ -111,6 +129,21 @@ def test_an_answer_begins_when_the_prefill_server_has_seen_that_its_kv_arrived(p
     ends = (0.27 - 0.05, 0.68 - 0.15, 0.68 - 0.10)
     assert sorted(run.ttft) == pytest.approx(ends, abs=1e-4)
     assert sorted(run.steps["hand over"]) == pytest.approx([0.0, 0.01, 0.21], abs=1e-4)
+
+
+def test_a_tower_that_keeps_no_embeddings_encodes_a_picture_again_for_each_chunk(profile):
+    costs = profile(language={"chunk_tokens": 300, "keeps_embeddings": False}).language
+    queue = PrefillQueue(costs, encodes=True, decodes=True)
+    request = Request(0, 0, 0.0, 99.0, 1124, 2)
+    request.items = [Item(request, bytes([number]), 2048.0, 512) for number in range(2)]
+    queue.add(request)
+    taken = []
+    while request.prefilled < request.prompt:
+        one = queue.take(0, 300)
+        taken.append([item.key[0] for item in one.items])
+        one.advance()
+    # Tokens 0 to 511 are the first picture's, those to 1023 the second's.
+    assert taken == [[0], [0, 1], [1], [1]]
 
 
 def test_a_tower_encodes_the_pictures_whose_tokens_a_chunk_begins(profile):

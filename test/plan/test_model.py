@@ -221,6 +221,30 @@ def test_traffic_has_a_rate_and_an_end(traffic):
         Traffic(**traffic)
 
 
+def test_a_patch_of_a_video_attends_to_its_step_or_to_all_of_it(profile, workload):
+    """Ten steps of 1,024 patches: 1 s of the square term where they are apart, 10 s where not."""
+    clip = [{"width": 448, "height": 448, "frames": 10}]
+    times = []
+    for within in (True, False):
+        tower = {"patch_s": 0.0, "patch2_s": 0.1 / 1024**2, "within_steps": within}
+        machine = profile(encoder={"tower": tower}, language={"tower": tower})
+        for shape in ("1E1PD", "1EPD"):
+            traffic = Traffic(rate=0.001, requests=1)
+            run = simulate(machine, workload(pictures=clip), parse(shape), traffic)
+            times.append(run.mean("ttft") - 2660 * 1e-4)
+    assert times == pytest.approx([1, 1, 10, 10], abs=0.1)
+
+
+def test_servers_apart_need_the_size_of_what_is_sent(profile, workload):
+    machine = profile(links={"kv_bytes_per_token": None})
+    traffic = Traffic(rate=1, requests=5)
+    assert simulate(machine, workload(), parse("1E1PD"), traffic).counted == 5
+    with pytest.raises(ConfigError, match="small: prefill and decode apart need"):
+        simulate(machine, workload(), parse("1E1P1D"), traffic)
+    for name in ("h100-qwen3-vl-8b", "h100-qwen2_5-vl-7b", "h20-qwen3-vl-235b", "a100-qwen3-vl-4b"):
+        assert load_profile(name).links.kv_bytes_per_token
+
+
 def test_arrivals_and_rates_go_together(profile, workload):
     closed = workload(arrival={"kind": "closed", "users": 2})
     with pytest.raises(ConfigError, match="closed loop"):

@@ -9,7 +9,7 @@ from sglang_epd.errors import ConfigError
 from sglang_epd_plan import plots
 from sglang_epd_plan.goodput import goodput
 from sglang_epd_plan.model import simulate
-from sglang_epd_plan.planning import SHAPES, NoPlanError, plan, work
+from sglang_epd_plan.planning import SHAPES, NoPlanError, enough, plan, work
 from sglang_epd_plan.report import Slo
 from sglang_epd_plan.topology import parse
 from sglang_epd_plan.workload import Traffic
@@ -92,6 +92,25 @@ def test_what_no_number_of_servers_can_do_is_said(profile, workload):
         plan(profile(), workload(), SLO, 1, "P+E")
     with pytest.raises(ConfigError, match="positive rate"):
         plan(profile(), workload(), SLO, 0, "EPD")
+
+
+def test_servers_that_are_overloaded_a_little_are_no_plan(profile, workload):
+    """By 3%: a short run ends before their queue is too long. A picture takes 0.1 s of a tower."""
+    asked = workload(arrival="constant", output_tokens=1, text_tokens=1)
+    machine = profile(language={"prefill_token_s": 1e-7})
+    found = plan(machine, asked, SLO, 103, "E+PD", requests=300)
+    assert found.topology.encoders > 10
+    assert found.report.counted >= 12_000, "two minutes"
+
+
+def test_a_rate_is_held_for_several_answers_and_conversations(profile, workload):
+    slo, rate = Slo(ttft_s=1.0, tpot_s=0.1), 2.0
+    assert enough(workload(), slo, rate, 10) == 240
+    assert enough(workload(), slo, rate, 1000) == 1000
+    assert enough(workload(), Slo(ttft_s=10.0, tpot_s=0.1), rate, 10) == 1000
+    assert enough(workload(output_tokens=999), slo, rate, 10) == pytest.approx(1009, abs=1)
+    talk = 3 * (1 + 20 * 0.1) + 2 * 60
+    assert enough(workload(turns=3, think_s=60.0), slo, rate, 10) == 5 * talk * rate
 
 
 def test_the_work_of_a_mean_request_is_that_of_the_run(profile, workload):

@@ -83,6 +83,12 @@ def test_a_prefill_server_does_not_have_the_answers(profile, workload):
     assert report.summary()["prefix_cache"] == pytest.approx((256 + 50) / both, abs=0.01)
 
 
+def test_the_turns_of_conversations_are_requests_of_the_rate(profile, workload):
+    asked = workload(turns=4, think_s=0.5)
+    report = simulate(profile(), asked, parse("2EPD"), Traffic(rate=4, requests=2000), seed=1)
+    assert report.throughput == pytest.approx(4, rel=0.1)
+
+
 @pytest.mark.parametrize("topology", ["1EPD", "1E1PD", "1E1P1D"])
 def test_users_of_a_closed_loop_talk_to_the_end(profile, workload, topology):
     asked = workload({"kind": "closed", "users": 3}, turns=3, think_s=0.5)

@@ -69,11 +69,11 @@ def test_a_mixed_batch_costs_both():
     ("items", "expected"),
     [
         # The in-tree encoder has all pictures in one item.
-        ([{"image_grid_thw": torch.tensor([[1, 4, 6], [1, 8, 8]])}], [24, 64]),
-        ([{"image_grid_thw": [[1, 4, 6]]}, {"image_grid_thw": [[1, 8, 8]]}], [24, 64]),
-        ([{"video_grid_thw": [[3, 4, 6]], "image_grid_thw": None}], [24, 24, 24]),
+        ([{"image_grid_thw": torch.tensor([[1, 4, 6], [1, 8, 8]])}], [(24, 1), (64, 1)]),
+        ([{"image_grid_thw": [[1, 4, 6]]}, {"image_grid_thw": [[1, 8, 8]]}], [(24, 1), (64, 1)]),
+        ([{"video_grid_thw": [[3, 4, 6]], "image_grid_thw": None}], [(72, 3)]),
         # No grids: four patches for each of 10 embeddings.
-        ([{}, {}], [20, 20]),
+        ([{}, {}], [(20, 1), (20, 1)]),
     ],
 )
 def test_patches_are_counted_by_picture(items, expected):
@@ -192,7 +192,7 @@ def test_a_tower_within_a_batch_is_part_of_it(scheduler, device, model):
     (only,) = device.done_passes
     assert only.seconds == {
         "prefill": 2 * COSTS.prefill_s([(3000, 0)]),
-        "tower": pytest.approx(2 * COSTS.tower.seconds([1024, 1024])),
+        "tower": pytest.approx(2 * COSTS.tower.seconds([(1024, 1), (1024, 1)])),
     }
     assert device.now == pytest.approx(sum(only.seconds.values()))
 
@@ -201,9 +201,9 @@ def test_a_tower_within_a_batch_is_part_of_it(scheduler, device, model):
 def test_a_tower_by_itself_is_a_pass(device, model, name):
     getattr(model, name)([SimpleNamespace()])
     assert [one.seconds for one in device.done_passes] == [
-        {"tower": 2 * PROFILE.encoder.tower.seconds([1024])}
+        {"tower": 2 * PROFILE.encoder.tower.seconds([(1024, 1)])}
     ]
-    assert device.now == pytest.approx(2 * PROFILE.encoder.tower.seconds([1024]))
+    assert device.now == pytest.approx(2 * PROFILE.encoder.tower.seconds([(1024, 1)]))
     assert getattr(model, name).__self__ is model, "SGLang asks for the model"
 
 

@@ -205,8 +205,8 @@ def _priced(encode: Callable[..., Any], device: EmulatedAccelerator) -> Callable
     return priced
 
 
-def patches_of(items: Sequence[Any], made: Any, merge: int) -> list[float]:
-    """Patches of each picture and of each step of a video: a tower attends within them.
+def patches_of(items: Sequence[Any], made: Any, merge: int) -> list[tuple[float, int]]:
+    """Patches and steps of each picture and video.
 
     Args:
         made: the embeddings; they tell the patches of models that have no grids.
@@ -220,10 +220,10 @@ def patches_of(items: Sequence[Any], made: Any, merge: int) -> list[float]:
         for grid in getattr(item, name)
     ]
     if grids:
-        return [float(math.prod(grid[1:])) for grid in grids for _ in range(grid[0])]
+        return [(float(math.prod(grid)), grid[0]) for grid in grids]
     parts = made if isinstance(made, list | tuple) else [made]
     tokens = sum(part.numel() // part.shape[-1] for part in parts)
-    return [tokens * merge / len(items)] * len(items)
+    return [(tokens * merge / len(items), 1)] * len(items)
 
 
 def _count(device: EmulatedAccelerator) -> None:

@@ -139,7 +139,7 @@ def plan(
     if not alone.holds:
         raise NoPlanError(
             "requests are not in time even if each has the servers to itself "
-            f"(p99 TTFT {alone.report.quantile('ttft', slo.quantile):.3f} s, "
+            f"(p{100 * slo.quantile:g} TTFT {alone.report.quantile('ttft', slo.quantile):.3f} s, "
             f"TPOT {1000 * alone.report.quantile('tpot', slo.quantile):.1f} ms)"
         )
     counts = dict(least)

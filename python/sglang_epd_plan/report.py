@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections import Counter
 from dataclasses import dataclass, field
@@ -47,6 +48,8 @@ class Slo(Data, frozen=True):
     def __post_init__(self) -> None:
         if self.quantile >= 1:
             raise ValueError("a quantile is below 1")
+        if math.inf in (self.ttft_s, self.tpot_s):
+            raise ValueError("a bound is a finite number of seconds")
 
 
 @dataclass

@@ -146,7 +146,7 @@ def test_the_page_says_how_far_off_each_figure_is() -> None:
 
 
 def test_the_simulation_says_what_servers_measured() -> None:
-    """Of all loads but one: a median between texts and pictures hangs on a few milliseconds."""
+    """Of all loads but two, whose median time a token hangs on which pass a token waits for."""
     assert all(report.overrun(one) <= report.FAITHFUL for one in KEPT["loads"])
     found = {", ".join(loads.told(one)): loads.again(one) for one in KEPT["loads"]}
     outside = {
@@ -154,7 +154,8 @@ def test_the_simulation_says_what_servers_measured() -> None:
         for name, one in found.items()
         if not report.inside(one)
     }
-    assert len(outside) <= 2, outside
+    excepted = {f"{name}, 3 to 8 pictures" for name in ("1EPD", "1E1P1D")}
+    assert {name.rpartition(",")[0] for name in outside} <= excepted, outside
 
 
 @pytest.mark.parametrize("one", KEPT["goodput"], ids=lambda one: one["topology"])

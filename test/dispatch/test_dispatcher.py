@@ -35,6 +35,7 @@ from sglang_epd.wire.messages import (
     DECLINE_DUPLICATE,
     DECLINE_TOO_LARGE,
     DECLINE_UNKNOWN,
+    DECLINE_UNREADABLE,
     Layout,
     TensorSpec,
 )
@@ -195,15 +196,15 @@ async def test_what_is_heard_of_encoders_sends_nothing_to_those_that_are_full(st
         encoder.answers(lambda: FakeEncoder.refusal(OverloadedError("full"), "20"))
     pool = ready(*urls(encoders))
     running = [asyncio.create_task(run(pool, 1, seconds=60.0)) for _ in range(5)]
-    while not all(one["busy"] for one in pool.describe()):
+    while len(pool._waiters) < 5:
         await asyncio.sleep(0.01)
-    await asyncio.sleep(0.1)
     asked = sum(len(encoder.requests) for encoder in encoders)
     for _ in range(5):
         pool.failed(encoders[0].url, "silent")
         await asyncio.sleep(0.02)
         pool.heard(encoders[0].url, Report("ns"))
         await asyncio.sleep(0.02)
+    assert len(pool._waiters) == 5
     assert sum(len(encoder.requests) for encoder in encoders) == asked
     for encoder in encoders:
         encoder.answer = encoder.deliver
@@ -578,10 +579,16 @@ async def test_what_our_receiver_declined_needs_nothing_more(two, dispatch, reas
     assert second.items == []
 
 
-async def test_a_request_that_our_receiver_forgot_is_not_left_waiting(start, dispatch):
+@pytest.mark.parametrize(
+    ("reason", "told"),
+    [(DECLINE_UNKNOWN, "does not know"), (DECLINE_UNREADABLE, "cannot read what encoder http")],
+)
+async def test_a_request_that_our_receiver_did_not_take_is_not_left_waiting(
+    start, dispatch, reason, told
+):
     encoder = await start()
-    encoder.says(ItemOutcome(0, "declined", DECLINE_UNKNOWN))
-    with pytest.raises(EncodeError, match=r"image 1 of 1: .* does not know"):
+    encoder.says(ItemOutcome(0, "declined", reason))
+    with pytest.raises(EncodeError, match=rf"image 1 of 1: .* {told}"):
         await dispatch([encoder.url], 1)
 
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 
 import pytest
@@ -186,6 +187,67 @@ async def test_one_that_takes_its_leave_finishes_what_it_has(pool):
         await asyncio.sleep(0)
         assert urls(pool) == [B] and not attempt.lost.done()
     assert pool.state(A) is Health.GONE
+
+
+async def test_a_fault_of_many_at_once_is_counted_as_few(pool, clock):
+    join(pool, A, B)
+    with contextlib.ExitStack() as stack:
+        for _ in range(30):
+            stack.enter_context(pool.attempt(A, 1)).useless = True
+    assert [view.url for view in usable(pool.snapshot().encoders)] == [B]
+    clock.now += 1
+    assert [view.url for view in usable(pool.snapshot().encoders)] == [A, B]
+    with contextlib.ExitStack() as stack:
+        for _ in range(30):
+            stack.enter_context(pool.attempt(A, 1)).useless = True
+    for _ in range(2):
+        pool.failed(A, "silent")
+    pool.heard(A, Report("ns"))
+    assert [view.url for view in usable(pool.snapshot().encoders)] == [A, B], "it was started anew"
+
+
+async def test_requests_that_come_back_wake_those_who_wait_though_they_failed(pool):
+    join(pool, A)
+    waiting = asyncio.create_task(pool.changed(30))
+    await asyncio.sleep(0)
+    with pool.attempt(A, 1) as attempt:
+        attempt.useless = True
+    await asyncio.wait_for(waiting, 2)
+
+
+async def test_the_only_one_that_is_silent_and_taken_out_gives_up_what_it_has(pool):
+    """No answer comes any more, from whatever is at its address."""
+    pool.register(A, "ns", 10)
+    pool.heard(A, Report("ns"))
+    for silent_first in (True, False):
+        pool.register(A, "ns", 10)
+        pool.heard(A, Report("ns"))
+        with pool.attempt(A, 1) as attempt:
+            if not silent_first:
+                pool.remove(A, LEASE)
+            for _ in range(2):
+                pool.failed(A, "silent")
+            await asyncio.sleep(0)
+            assert attempt.lost.done() is not silent_first
+            if silent_first:
+                pool.remove(A, LEASE)
+            await asyncio.wait_for(attempt.lost, 2)
+        assert pool.state(A) is Health.GONE
+
+
+async def test_one_that_was_taken_out_by_mistake_is_told_of_when_it_is_back(pool):
+    pool.register(A, "ns", 10)
+    pool.heard(A, Report("ns"))
+    with pool.attempt(A, 1):
+        pool.remove(A, LEASE)
+        pool.heard(A, Report("ns"))
+        assert pool.state(A) is Health.DRAINING and not urls(pool)
+        waiting = asyncio.create_task(pool.changed(30))
+        await asyncio.sleep(0)
+        pool.register(A, "ns", 10)
+        pool.heard(A, Report("ns"))
+        await asyncio.wait_for(waiting, 2)
+        assert urls(pool) == [A]
 
 
 async def test_one_that_took_its_leave_and_falls_silent_gives_up_what_it_has(pool):

@@ -58,6 +58,9 @@ def test_the_quantile_that_is_bounded_is_shown(files):
     typed = [*files, "--rate", "5", "--topology", "1E1PD", "--quantile", "0.9"]
     shown = CliRunner().invoke(app, typed, catch_exceptions=False).stdout
     assert "p90" in shown and "p99" not in shown
+    never = [*files, "--rate", "5", "--shape", "EPD", "--quantile", "0.9", "--ttft-s", "0.01"]
+    shown = CliRunner().invoke(app, never, catch_exceptions=False).stdout
+    assert "p90" in shown and "p99" not in shown
 
 
 def test_what_cannot_be_planned_is_said_beside_what_can(files):
@@ -76,6 +79,8 @@ def test_what_cannot_be_planned_is_said_beside_what_can(files):
         (["--rate", "5", "--topology", "0EPD"], "is no topology"),
         (["--rate", "5", "--topology", "1EPD", "--shape", "EPD"], "give one"),
         (["--rate", "5", "--quantile", "2"], "quantile"),
+        (["--rate", "5", "--ttft-s", "inf"], "a finite number"),
+        (["--rate", "5", "--tpot-s", "inf", "--topology", "1EPD"], "a finite number"),
         (["--rate", "5", "--policy", "best"], "not a policy"),
         (["--rate", "5", "--cells", "0"], "at least one cell"),
     ],

@@ -428,7 +428,7 @@ def test_an_offer_that_cannot_be_read_is_declined_at_once(receiver, encoder, sch
     scheduler.expecting()
     offer = msgspec.msgpack.encode(wire.Offer("t", 0, bytes(32), LAYOUT, 32))
     body = seal(msgspec.msgpack.encode({**msgspec.msgpack.decode(offer), **change}))
-    assert encoder.ask(body) == wire.Decline("t", 0, wire.DECLINE_UNKNOWN)
+    assert encoder.ask(body) == wire.Decline("t", 0, wire.DECLINE_UNREADABLE)
     reached(lambda: receiver.tally.counts["dropped", "ProtocolError"] == 1)
     assert not encoder.deliver(encoder.grant()).error, "one that can be is taken"
 

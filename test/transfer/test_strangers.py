@@ -137,7 +137,7 @@ def test_a_costly_layout_of_a_known_ticket_is_refused_before_it_is_made(process,
     encoder = dial(process.endpoint)
     encoder.flush()
     before = process.rss
-    assert encoder.ask(costly_offer("t")) == wire.Decline("t", 0, wire.DECLINE_UNKNOWN)
+    assert encoder.ask(costly_offer("t")) == wire.Decline("t", 0, wire.DECLINE_UNREADABLE)
     encoder.flush()
     assert process.rss - before < SLACK
     assert isinstance(encoder.offer(), wire.Grant)

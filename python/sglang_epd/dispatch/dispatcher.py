@@ -46,7 +46,7 @@ from sglang_epd.wire.http import (
     ItemOutcome,
     ReplyTo,
 )
-from sglang_epd.wire.messages import DECLINE_TOO_LARGE, DECLINE_UNKNOWN
+from sglang_epd.wire.messages import DECLINE_TOO_LARGE, DECLINE_UNKNOWN, DECLINE_UNREADABLE
 
 logger = logging.getLogger(__name__)
 
@@ -541,5 +541,7 @@ def _error_of(url: str, item: EncodeItem, outcome: ItemOutcome | None) -> EpdErr
         return MediaTooLargeError(f"{item.label}: its embedding is larger than this server takes")
     if outcome.state == "declined" and outcome.code == DECLINE_UNKNOWN:
         return EncodeError(f"{item.label}: this server's receiver does not know the request")
+    if outcome.state == "declined" and outcome.code == DECLINE_UNREADABLE:
+        return EncodeError(f"{item.label}: this server cannot read what encoder {url} told of it")
     # Any other decline: our own receiver has it already or does not want it any more.
     return None

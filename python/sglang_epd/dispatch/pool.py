@@ -35,9 +35,9 @@ class Health(enum.Enum):
     READY = "ready"
     SUSPECT = "suspect"  # the last probe or request failed: asked where no other is left
     OPEN = "open"  # failed again: not asked; what it has goes elsewhere, if there is one
-    DRAINING = "draining"  # finishes what it has
+    DRAINING = "draining"  # told to stop, or taken out: finishes what it has
     MISFIT = "misfit"  # of another model, refuses the token, or cannot reach this server: not asked
-    GONE = "gone"  # its lease or its name's address ended, and it has no work; it may join anew
+    GONE = "gone"  # its lease or its name's address ended; it may join anew
 
 
 # (url, from or None, to, why)
@@ -222,8 +222,8 @@ class Pool:
             if encoder is None:
                 return
             encoder.owners.discard(owner)
-            self._tell()
-            self._let_go(encoder)
+            if not encoder.owners:
+                self._take_out(encoder)
 
     def register(self, url: str, namespace: str, lease_s: float) -> None:
         """An encoder announces itself, or renews its lease (infinite: until it leaves).
@@ -270,7 +270,10 @@ class Pool:
             encoder.failures = 0
             encoder.report, encoder.reported_at = report, encoder.outstanding
             encoder.misfit = misfit = self._misfit(encoder, report)
-            state = _S.DRAINING if report.draining else _S.MISFIT if misfit else _S.READY
+            if encoder.state is _S.OPEN:
+                encoder.busy_until, encoder.useless = 0.0, 0  # it may be another process
+            draining = report.draining or not encoder.owners
+            state = _S.DRAINING if draining else _S.MISFIT if misfit else _S.READY
             self._move(encoder, state, misfit.message if misfit else "")
 
     def failed(self, url: str, why: str) -> None:
@@ -424,21 +427,26 @@ class Pool:
         if state is _S.GONE:
             del self._encoders[encoder.url]
         self._tell()
-        if state is _S.GONE and old is _S.OPEN:
+        if state is _S.OPEN and not encoder.owners:
             _lose(encoder)
         self._take_elsewhere()
 
     def _take_elsewhere(self) -> None:
         """A silent encoder keeps its items until there is an elsewhere: if all are silent, the
         fault is rather this server's, or the network's."""
-        if any(one.owners and one.state is _S.READY for one in self._encoders.values()):
+        if any(one.state is _S.READY for one in self._encoders.values()):
             for one in self._encoders.values():
                 if one.state is _S.OPEN:
                     _lose(one)
 
-    def _let_go(self, encoder: _Encoder) -> None:
-        if not encoder.owners and not encoder.attempts:
+    def _take_out(self, encoder: _Encoder) -> None:
+        """An encoder without owners goes, once it has finished what it has."""
+        if not encoder.attempts:
             self._move(encoder, _S.GONE, "taken out")
+        elif encoder.state is _S.OPEN:
+            _lose(encoder)
+        else:
+            self._move(encoder, _S.DRAINING, "taken out")
 
     def _tell(self) -> None:
         for tell in self._waiters:
@@ -460,24 +468,27 @@ class Pool:
             encoder.attempts.discard(attempt)
             left = encoder.outstanding - patches
             encoder.outstanding = max(0.0, left) if encoder.attempts else 0.0
-            if useless:
+            now = self._clock()
+            if useless and now >= encoder.busy_until:
                 encoder.useless += 1
                 if encoder.useless >= _MOST_USELESS:
                     longer = min(encoder.useless - _MOST_USELESS, 5)
-                    encoder.busy_until = self._clock() + 2.0**longer
-            elif error is None:
+                    encoder.busy_until = now + 2.0**longer
+            elif error is None and not useless:
                 encoder.busy_until, encoder.useless = 0.0, 0
+            if error is None and now >= encoder.busy_until:
                 tell = next(iter(self._waiters), None)
                 if tell is not None:
                     del self._waiters[tell]
                     tell()
             elif isinstance(error, OverloadedError):
-                encoder.busy_until = self._clock() + (error.retry_after_s or 1.0)
+                encoder.busy_until = now + (error.retry_after_s or 1.0)
             elif isinstance(error, NamespaceError | TokenError):
                 self._refused(encoder, error)
             elif isinstance(error, UnavailableError):
                 self.doubt(url, error.message)
-            self._let_go(encoder)
+            if not encoder.owners and not encoder.attempts:
+                self._take_out(encoder)
 
 
 def _sign() -> tuple[asyncio.Future[None], Wake]:

@@ -318,11 +318,11 @@ class PrefixGate:
             if item is not None and item.key != key:
                 return self._fail(request, MediaError("the request's media changed meanwhile"))
             if item is not None and not _alike(item.layout, layout):
-                error = UnavailableError(
+                other = UnavailableError(
                     "an encoder made an embedding of another size than encoders did before, for "
                     "which the prompt was laid out: do they have the same settings of pixels?"
                 )
-                return self._fail(request, error)
+                return self._fail(request, other)
         for item, note in bare:
             whole = embeddings[note.rows.item]
             if whole is not None:

@@ -422,7 +422,7 @@ class Receiver:
                 held.offer = _read(held.unread)
             except ProtocolError:
                 # Its encoder would wait for an answer until the request's deadline.
-                self._decline(held, wire.DECLINE_UNKNOWN)
+                self._decline(held, wire.DECLINE_UNREADABLE)
                 raise
         landing = self._landing(held.offer)
         answer = self._ledger.offer(held.offer, now, landing=landing, peer=held.peer)

@@ -41,6 +41,7 @@ from sglang_epd.errors import (
 from sglang_epd.transfer import host
 from sglang_epd.transfer.delivery import Granted, GrantLostError, Offered
 from sglang_epd.transfer.gate import dial
+from sglang_epd.transfer.reservations import QUARANTINE_S
 from sglang_epd.transfer.writers import WRITES_AT_A_TIME, RemoteWriter, SharedWriter
 from sglang_epd.wire import messages as wire
 from sglang_epd.wire.tensors import tensor_frame
@@ -623,12 +624,14 @@ def _remote_write(
     """A write that ends in time, however long it waits for a thread, and does not begin once its
     grant is over: its memory is another's some time later. One that fails, and not for want of
     time, has the next ones go without the engine."""
-    deadline = time.monotonic() + timeout_s
+    deadline = min(time.monotonic() + timeout_s, until + QUARANTINE_S / 2)
 
     def write_in_time() -> None:
         now = time.monotonic()
         left_s = deadline - now
-        if left_s <= 0 or now >= until:
+        if now >= until:
+            raise GrantLostError
+        if left_s <= 0:
             raise UnavailableError("writes to this language server do not end")
         try:
             write(left_s)

@@ -58,6 +58,7 @@ MALFORMED = (msgspec.MsgspecError, ValueError, OverflowError, RecursionError)
 
 # Reasons of a Decline. Each tells the encoder whether the work was wasted.
 DECLINE_UNKNOWN = "unknown"  # no such ticket or item, or none that is remembered
+DECLINE_UNREADABLE = "unreadable"  # its layout cannot be read, or is none
 DECLINE_CANCELLED = "cancelled"  # the request has ended
 DECLINE_DUPLICATE = "duplicate"  # that item is here already
 DECLINE_COVERED = "covered"  # the prefix cache has its KV

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -198,4 +199,65 @@ async def test_a_mount_that_hangs_keeps_no_one_and_nothing(store: FolderStore, m
             await asyncio.gather(*(store.get(name(n), 10) for n in range(10)))
     back.set()
     assert time.perf_counter() - began < 30
-    assert module._THREADS < 10
+    assert module._READERS < 10
+
+
+async def test_writes_that_hang_keep_no_read_waiting_and_are_swept_all_the_same(
+    store: FolderStore, root: Path, monkeypatch: pytest.MonkeyPatch
+):
+    path, back = await put(store, 1), threading.Event()
+    monkeypatch.setattr(store, "_write", lambda *_args: back.wait(60))
+    store._swept_at = time.monotonic()
+    try:
+        for number in range(5):
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(0.05):
+                    await put(store, 10 + number)
+        assert await store.get(name(1), 10_000) is not None
+        aged(path, 7200)
+        store._swept_at = float("-inf")
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.05):
+                await put(store, 20)
+        await until(lambda: not path.exists())
+    finally:
+        back.set()
+
+
+async def test_room_is_left_on_the_filesystem(
+    store: FolderStore, root: Path, monkeypatch: pytest.MonkeyPatch
+):
+    paths = [store._path(name(number)) for number in range(9)]
+    for number, path in enumerate(paths):
+        store._write(path, [memoryview(bytes(1000))])
+        aged(path, 1000 - number)
+    found = os.statvfs(root)
+    free = found.f_bavail * found.f_frsize
+    assert free - (4 << 30) - (1 << 30) < module._spare_bytes(root) < free
+    short = SimpleNamespace(f_blocks=100_000, f_frsize=1, f_bavail=7_000)
+    monkeypatch.setattr(os, "statvfs", lambda _folder: short)
+    store.sweep()
+    assert files(root) == sorted(paths[-5:]), "a tenth is spared, and a tenth of the rest"
+    with pytest.raises(StoreError, match="no room to spare"):
+        await put(store, 20)
+    assert not store._path(name(20)).exists()
+
+
+async def test_a_folder_that_cannot_be_listed_keeps_no_other_from_being_swept(
+    store: FolderStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    """As one of another user's, or of a disk with an error."""
+    listed, gone = await put(store, 0xAB << 248), await put(store, 0xCD << 248)
+    scandir = os.scandir
+
+    def failing(folder: os.PathLike[str]):
+        if os.fspath(folder) == str(gone.parent):
+            raise OSError(errno.EIO, "Input/output error")
+        return scandir(folder)
+
+    monkeypatch.setattr(os, "scandir", failing)
+    aged(listed, 7200)
+    for _ in range(2):
+        store.sweep()
+    assert not listed.exists()
+    assert caplog.text.count("is passed over") == 1

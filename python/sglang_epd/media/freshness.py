@@ -182,7 +182,5 @@ def _read_date(text: str) -> float | None:
 
 
 def _varies(values: Iterable[str]) -> bool:
-    """Whether the answer may differ for a client with other header fields."""
-    names = {name.strip().lower() for value in values for name in value.split(",")}
-    # Always asked for the same way.
-    return bool(names - {"", "accept-encoding"})
+    """Whether the answer may differ for the next request, which has the same header fields."""
+    return any(name.strip() == "*" for value in values for name in value.split(","))

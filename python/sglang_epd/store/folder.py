@@ -4,7 +4,8 @@
 
 A file appears under its name by a rename, so no reader sees half of one. Several encoders
 may share the folder; each that writes also sweeps. A sweep removes the least recently used
-files over `max_bytes`: a hit renews a file's modification time, where that is allowed.
+files over `max_bytes`: a hit renews a file's modification time, where that is allowed. Room is left
+on the filesystem, which others use too.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import functools
 import logging
 import os
 import stat
@@ -28,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 _Result = TypeVar("_Result")
 
-_THREADS = 4
+_READERS = 4
 _SUFFIX = ".safetensors"
 _UNFINISHED = ".part"
 # A sweep leaves this share of `max_bytes`. It is due after so many seconds, or after writes
@@ -38,6 +40,9 @@ _SWEEP_EVERY_S = 60.0
 _SWEEP_SHARE = 0.05
 _ABANDONED_S = 3600.0
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+# What is left of a filesystem: a tenth, or so many bytes where that is less.
+_SPARED = 0.1
+_SPARED_BYTES = 4 << 30
 # How often a file that is used again and again is marked as used.
 _TOUCH_EVERY_S = 60.0
 
@@ -53,7 +58,7 @@ class FolderStore:
 
     Args:
         root: of this namespace; made if it is not there.
-        max_bytes: of all files below `root`.
+        max_bytes: of all files below `root`; less where the filesystem has no room for them.
         ttl_s: files that were not used for so long are swept.
     """
 
@@ -61,37 +66,43 @@ class FolderStore:
         self._root = root
         self._max_bytes = max_bytes
         self._ttl_s = ttl_s
-        self._threads = Threads("store folder", _THREADS)
+        # Of their own: a mount may read, and hang with what is written.
+        self._reading = Threads("store folder reads", _READERS)
+        self._writing = Threads("store folder writes", 1)
+        self._removing = Threads("store folder sweeps", 1)
         self._written = 0
         self._swept_at = float("-inf")
         self._sweeping: asyncio.Task[None] | None = None
 
     async def connect(self) -> None:
-        await self._run(lambda: self._root.mkdir(parents=True, exist_ok=True))
+        await _run(self._writing, lambda: self._root.mkdir(parents=True, exist_ok=True))
 
     async def get(self, name: str, max_bytes: int) -> np.ndarray | None:
-        return await self._run(lambda: self._read(self._path(name), max_bytes))
+        return await _run(self._reading, lambda: self._read(self._path(name), max_bytes))
 
     async def put(self, name: str, pieces: Sequence[memoryview]) -> None:
+        # Also of a write that nobody waits for any more: it goes on.
+        self._written += sum(piece.nbytes for piece in pieces)
         try:
-            await self._run(lambda: self._write(self._path(name), pieces))
+            await _run(self._writing, lambda: self._write(self._path(name), pieces))
         except StoreError as error:
             if getattr(error.__cause__, "errno", None) in _NO_ROOM:
                 self._begin_sweep(full=True)
             raise
-        self._written += sum(piece.nbytes for piece in pieces)
-        due = time.monotonic() - self._swept_at > _SWEEP_EVERY_S
-        if due or self._written > self._max_bytes * _SWEEP_SHARE:
-            self._begin_sweep()
+        finally:
+            due = time.monotonic() - self._swept_at > _SWEEP_EVERY_S
+            if due or self._written > self._max_bytes * _SWEEP_SHARE:
+                self._begin_sweep()
 
     async def remove(self, name: str) -> None:
-        await self._run(lambda: self._path(name).unlink(missing_ok=True))
+        await _run(self._writing, lambda: self._path(name).unlink(missing_ok=True))
 
     async def close(self) -> None:
         if self._sweeping is not None:
             self._sweeping.cancel()
             await asyncio.gather(self._sweeping, return_exceptions=True)
-        self._threads.close()
+        for threads in (self._reading, self._writing, self._removing):
+            threads.close()
 
     def _begin_sweep(self, *, full: bool = False) -> None:
         if self._sweeping is None or self._sweeping.done():
@@ -100,7 +111,7 @@ class FolderStore:
 
     async def _sweep(self, full: bool) -> None:
         try:
-            await self._run(lambda: self.sweep(full=full))
+            await _run(self._removing, lambda: self.sweep(full=full))
         except StoreError as error:
             logger.warning("The store's folder cannot be swept: %s", error)
 
@@ -119,14 +130,15 @@ class FolderStore:
             else:
                 files.append(file)
         total = sum(file.nbytes for file in files)
-        if total <= self._max_bytes and not full:
+        bound = max(0, min(self._max_bytes, total + _spare_bytes(self._root)))
+        if total <= bound and not full:
             return
-        room = min(total, self._max_bytes) * _ROOM
+        room = min(total, bound) * _ROOM
         for file in sorted(files, key=lambda file: file.used_at):
             if total <= room:
                 break
-            _unlink(file.path)
-            total -= file.nbytes
+            if _unlink(file.path):
+                total -= file.nbytes
 
     def _files(self) -> Iterator[_File]:
         """The store's files, in all versions; other encoders add and remove some meanwhile."""
@@ -135,7 +147,7 @@ class FolderStore:
                 for entry in _folder(shard):
                     if not entry.name.endswith((_SUFFIX, _UNFINISHED)):
                         continue
-                    with contextlib.suppress(FileNotFoundError):
+                    with contextlib.suppress(OSError):
                         found = entry.stat(follow_symlinks=False)
                         if stat.S_ISREG(found.st_mode):
                             yield _File(entry.path, found.st_size, found.st_mtime)
@@ -173,6 +185,8 @@ class FolderStore:
 
     def _write(self, path: Path, pieces: Sequence[memoryview]) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
+        if _spare_bytes(self._root) < sum(piece.nbytes for piece in pieces):
+            raise OSError(errno.ENOSPC, "the filesystem has no room to spare")
         unfinished = path.parent / f".{path.stem}.{os.urandom(8).hex()}{_UNFINISHED}"
         try:
             with unfinished.open("xb", buffering=0) as file:
@@ -185,11 +199,19 @@ class FolderStore:
             _unlink(unfinished)
             raise
 
-    async def _run(self, call: Callable[[], _Result]) -> _Result:
-        try:
-            return await self._threads.run(call)
-        except OSError as error:
-            raise StoreError(f"{error.strerror or error}") from error
+
+async def _run(threads: Threads, call: Callable[[], _Result]) -> _Result:
+    try:
+        return await threads.run(call)
+    except OSError as error:
+        raise StoreError(f"{error.strerror or error}") from error
+
+
+def _spare_bytes(folder: Path) -> int:
+    """What a filesystem has beyond what is left to others; negative where it has less."""
+    found = os.statvfs(folder)
+    spared = min(_SPARED * found.f_blocks * found.f_frsize, _SPARED_BYTES)
+    return int(found.f_bavail * found.f_frsize - spared)
 
 
 def _folder(folder: Path | os.DirEntry[str]) -> list[os.DirEntry[str]]:
@@ -201,9 +223,23 @@ def _folder(folder: Path | os.DirEntry[str]) -> list[os.DirEntry[str]]:
             return list(entries)
     except FileNotFoundError:
         return []
+    except OSError as error:
+        _complain(os.fspath(folder), error.strerror)
+        return []
 
 
-def _unlink(path: str | Path) -> None:
-    """Remove a file, if it is there and may be removed."""
-    with contextlib.suppress(OSError):
+@functools.lru_cache(maxsize=1024)
+def _complain(folder: str, why: str) -> None:
+    """Once, of a folder that is not swept."""
+    logger.warning("A folder of the store is passed over: %s: %s", folder, why)
+
+
+def _unlink(path: str | Path) -> bool:
+    """Remove a file, if it may be removed; whether it is gone."""
+    try:
         os.unlink(path)
+    except FileNotFoundError:
+        return True
+    except OSError:
+        return False
+    return True

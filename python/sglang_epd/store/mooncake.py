@@ -25,8 +25,8 @@ from sglang_epd.wire.urls import host_port
 
 _THREADS = 4
 _MASTER_S = 1.0
-# Of `get_size` and `remove`.
-_NOT_FOUND = -704
+# Of `get_size` and `remove`: an object that is being written, and one that is not there.
+_NOT_FOUND = (-703, -704)
 # The library rounds up what it takes of its buffer.
 _BUFFER_SHARE = 1.25
 
@@ -120,7 +120,7 @@ class MooncakeStore:
 
     def _read(self, name: str, max_bytes: int) -> np.ndarray | None:
         size = self._client.get_size(name)
-        if size == _NOT_FOUND:
+        if size in _NOT_FOUND:
             return None
         if size < 0:
             raise StoreError(f"Mooncake's get_size answers {size}")
@@ -133,7 +133,7 @@ class MooncakeStore:
 
     async def _call(self, what: str, call: Callable[[], int]) -> None:
         code = await self._threads.run(call)
-        if code not in (0, _NOT_FOUND):
+        if code not in (0, *_NOT_FOUND):
             raise StoreError(f"Mooncake's {what} answers {code}")
 
 

@@ -575,6 +575,14 @@ def test_a_request_that_is_covered_waits_for_nothing_and_its_ticket_ends(leader,
     assert leader.pass_on([]) == []
 
 
+def test_a_prompt_that_is_laid_out_has_its_items_tokens_in_its_ids(leader, claims):
+    """They count once among a replica's loads."""
+    one = request(carried=KNOWN, input_ids=list(range(9)))
+    leader.pass_on([one])
+    leader.ask("rid", one, KNOWN, (0,), again=False)
+    assert leader.load() == (1, 9)
+
+
 def test_what_is_needed_after_all_is_announced_under_a_new_ticket(leader, claims):
     one = request(carried=KNOWN)
     leader.pass_on([one])

@@ -171,6 +171,30 @@ def test_what_was_cached_before_is_told_as_cached(world):
     assert (request.cached_tokens, request.cached_tokens_device) == (12, 12)
 
 
+def test_what_was_loaded_back_or_came_meanwhile_is_told_as_cached_and_of_which_tier(world):
+    part = world.begin(24)
+    world.scheduler.cached = 12
+    assert world.run(part)
+    part.cached_tokens_device, part.cached_tokens_host = 4, 8
+    world.end(part)
+    world.parts.settle("r")
+    request = world.come(Request("r", 40))
+    assert world.run(request)
+    assert (request.cached_tokens, request.already_computed) == (12, 12)
+    assert (request.cached_tokens_device, request.cached_tokens_host) == (4, 8)
+
+
+def test_a_part_that_did_not_run_is_in_no_count(world):
+    part = world.begin(24)
+    world.parts.settle("r")
+    assert world.scheduler.queue == [] and world.count("withdrawn") == 1
+    world.scheduler.cached = 12
+    request = world.come(Request("r", 40))
+    assert world.run(request)
+    assert (request.cached_tokens, request.already_computed) == (12, 0)
+    del part
+
+
 def test_a_retracted_request_is_not_counted_again(world):
     world.run(part := world.begin(20))
     world.end(part)

@@ -114,7 +114,8 @@ managers.scheduler
     seams/early: Scheduler(is_generation page_size)
     seams/idle: Scheduler(idle_sleeper _prefill_decode_interval_remaining)
     seams/prefix: Scheduler(tree_cache waiting_queue disagg_prefill_bootstrap_queue chunked_req
-        running_batch disagg_prefill_inflight_queue beam_coordinator grammar_manager)
+        running_batch disagg_prefill_inflight_queue beam_coordinator grammar_manager
+        prefill_decode_interval prefill_decode_interval_min_bs)
     seams/scheduler: Scheduler(mm_receiver idle_sleeper model_config session_controller)
 managers.scheduler_components.idle_sleeper
     seams/scheduler: IdleSleeper(poller)

@@ -88,6 +88,7 @@ def test_those_behind_a_part_that_there_is_no_memory_for_are_looked_at(sglang, g
     one = request()
     adder = SimpleNamespace(can_run_list=[one] if added else [])
     assert prefix.add_one(lambda *_: results.NO_TOKEN, adder, one) is results[passed]
+    assert (("let_go",) in gate.told) is added, "what gives way costs others nothing"
 
 
 class Part:
@@ -281,7 +282,7 @@ class FakeScheduler:
     def __init__(self) -> None:
         self.waiting_queue: list[Any] = []
         self.chunked_req = None
-        self.prefill_decode_interval = 0
+        self.prefill_decode_interval = self.prefill_decode_interval_min_bs = 0
         self.calls: list[tuple] = []
         self.beam_coordinator = self
 
@@ -365,6 +366,7 @@ def test_what_decodes_is_answering(
     scheduler = module.Scheduler.__new__(module.Scheduler)
     scheduler.waiting_queue, scheduler.chunked_req = [], None
     scheduler.prefill_decode_interval, scheduler.enable_continuous_input_polling = 0, False
+    scheduler.prefill_decode_interval_min_bs = 0
     scheduler.disaggregation_mode = sglang("disaggregation.utils").DisaggregationMode[mode]
     scheduler.running_batch, scheduler.last_batch = (empty, batch) if launched else (batch, None)
     scheduler.running_mbs, scheduler.mbs = [empty, scheduler.running_batch], [batch, None]
@@ -374,6 +376,8 @@ def test_what_decodes_is_answering(
     assert queue.busy() == (False, decodes)
     scheduler.prefill_decode_interval = 22
     assert queue.busy() == (decodes, decodes), "the request would wait for as many steps"
+    scheduler.prefill_decode_interval_min_bs = 2
+    assert queue.busy() == (False, decodes), "beside so few SGLang prefills in every round"
 
 
 @pytest.mark.parametrize("stages", [1, 2])

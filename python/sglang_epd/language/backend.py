@@ -79,6 +79,8 @@ class _Claim:
     until: float
     # If it may be prefilled in parts.
     prompt: Prompt | None = None
+    # Whether the request's ids have its items' tokens already.
+    laid: bool = False
     # The wait for its items.
     span: Span = OFF
     abandoned: bool = False
@@ -134,10 +136,9 @@ class Leader:
     def load(self) -> tuple[int, int]:
         """How many requests wait, and the tokens of their prompts, as far as they are known."""
         claims = [claim for claim in self._open.values() if claim.request is not None]
-        return len(claims), sum(
-            len(claim.request.input_ids or ()) + sum(one.tokens for one in claim.expect.layouts)
-            for claim in claims
-        )
+        layouts = [one for claim in claims if not claim.laid for one in claim.expect.layouts]
+        texts = sum(len(claim.request.input_ids or ()) for claim in claims)
+        return len(claims), texts + sum(one.tokens for one in layouts)
 
     def pass_on(self, requests: list[Any]) -> list[Any]:
         """Take the requests that wait out of `requests`, add those that have settled.
@@ -273,7 +274,8 @@ class Leader:
             expect = msgspec.structs.replace(expect, ticket=secrets.token_urlsafe(16))
             self._claims.again(request.rid, expect)
         needs = len(covered) < expect.items
-        self._claim(request if needs else None, expect, covered, prompt, prefix=self._prefix)
+        waits = request if needs else None
+        self._claim(waits, expect, covered, prompt, prefix=self._prefix, laid=True)
 
     @property
     def undecided(self) -> set[str]:
@@ -296,9 +298,11 @@ class Leader:
         prompt: Prompt | None,
         *,
         prefix: bool = False,
+        laid: bool = False,
     ) -> None:
         name = str(next(self._names))
-        claim = _Claim(request, expect, time.monotonic() + expect.ttl_s + GRACE_S, prompt)
+        until = time.monotonic() + expect.ttl_s + GRACE_S
+        claim = _Claim(request, expect, until, prompt, laid)
         if expect.trace and request is not None:
             needed = expect.items - len(covered)
             claim.span = self._resume(expect.trace).child("epd_wait_for_items", items=needed)

@@ -34,13 +34,15 @@ class _Course:
     """How far a request's prompt has been prefilled early.
 
     Attributes:
-        base: tokens that the prefix cache had before the first part.
+        base: tokens that the prefix cache had when the first part ran.
+        tiers: these, of the device, the host and storage, once that part has ended.
         queued: SGLang's request of the last one, once it is queued; while SGLang has it.
         over: whether that one has ended, or was never queued.
         settled: whether all items of the request have landed, or will not.
     """
 
     base: int | None = None
+    tiers: tuple[int, int, int] | None = None
     queued: ref[Any] | None = None
     over: bool = True
     settled: bool = False
@@ -150,8 +152,6 @@ class Parts:
         if not covered or self._whole(request) - length < least:
             self._drop(request, course, "covered" if covered else "failed")
             return False
-        if course.base is None:
-            course.base = length
         course.queued = ref(request)
         # That of a fake bootstrap is not kept otherwise.
         request.skip_radix_cache_insert = False
@@ -174,14 +174,18 @@ class Parts:
         """A request goes into the next batch."""
         tokens = len(request.origin_input_ids) - request.prefix_len
         self._timed[request] = time.monotonic(), tokens
+        part_of = self._parts.get(request)
+        if part_of is not None and part_of.base is None:
+            part_of.base = request.prefix_len
         course = self._queued.pop(request, None)
         fresh = not request.retracted_stain and not request.already_computed
         if course is not None and course.base is not None and fresh:
             # Tokens that its parts have prefilled are not reported as cached, nor as of a tier.
             request.already_computed = max(request.prefix_len - course.base, 0)
             if request.already_computed:
-                request.cached_tokens_device = course.base
-                request.cached_tokens_host = request.cached_tokens_storage = 0
+                device, host, storage = course.tiers or (course.base, 0, 0)
+                request.cached_tokens_device = device
+                request.cached_tokens_host, request.cached_tokens_storage = host, storage
                 request._cache_breakdown_computed = True
 
     def ended(self, request: Any, *, chunked: bool = False) -> bool:
@@ -197,6 +201,11 @@ class Parts:
             return False
         if request.finished() and course.part is request and not course.over:
             course.over = True
+            course.tiers = course.tiers or (
+                request.cached_tokens_device,
+                request.cached_tokens_host,
+                request.cached_tokens_storage,
+            )
             computed = len(request.origin_input_ids) - request.cached_tokens
             if request.finished_reason.to_json()["type"] == "abort" or computed <= 0:
                 self._tally.add("parts", "failed")

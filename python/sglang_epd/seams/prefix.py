@@ -6,8 +6,9 @@ every request passes on its way to a queue, with its token ids padded and its na
 the tree (cache salt, LoRA) set, but one that is refused first; `process_input_requests`, which
 brings requests there, or to `grammar_manager.grammar_queue` first; `disaggregation_mode`;
 `waiting_queue`, `disagg_prefill_bootstrap_queue.queue`; `chunked_req`,
-`running_batch` with `batch_is_full` and `Req.is_prefill_only`, `prefill_decode_interval`,
-`collect_inflight_reqs` and `disagg_prefill_inflight_queue`; `flush_cache`, which empties the tree;
+`running_batch` with `batch_is_full` and `Req.is_prefill_only`, `prefill_decode_interval` and
+`prefill_decode_interval_min_bs`, `collect_inflight_reqs` and `disagg_prefill_inflight_queue`;
+`flush_cache`, which empties the tree;
 `_release_aborted_request` and `release_aborted_prefill_waiting_req`. On
 `managers.schedule_policy.PrefillAdder.add_one_req`, which locks a request's prefix when it
 takes it; on `mem_cache.allocator.base.BaseTokenToKVPoolAllocator.evict_to_free_tokens`, by which
@@ -157,10 +158,12 @@ class SchedulerQueue:
         # whose prefill has been launched are about to decode, but on a prefill server.
         apart = scheduler.disaggregation_mode.value == "prefill"
         running = () if apart else scheduler.collect_inflight_reqs()
-        decoding = any(not one.finished() and not one.is_prefill_only for one in running)
-        # After a prefill the next one waits for so many steps.
-        spaced = decoding and scheduler.prefill_decode_interval > 0
-        return waiting or spaced, decoding
+        decoding = sum(not one.finished() and not one.is_prefill_only for one in running)
+        # After a prefill the next one waits for so many steps, unless few decode.
+        spaced = scheduler.prefill_decode_interval > 0 and decoding >= max(
+            1, scheduler.prefill_decode_interval_min_bs
+        )
+        return waiting or spaced, decoding > 0
 
     def discard(self, request: Any) -> None:
         scheduler = self._scheduler
@@ -206,9 +209,10 @@ def add_one(original: Any, adder: Any, req: Any, *args: Any, **options: Any) -> 
     if taken:
         gate.taken(req)
     if result is AddReqResult.NO_TOKEN:
-        gate.let_go()
+        # A part of a prompt costs others nothing.
         if not taken and gate.gives_way(req):
             return AddReqResult.CONTINUE
+        gate.let_go()
     return result
 
 

@@ -52,7 +52,7 @@ def test_answers_are_those_of_others_in_the_time_of_the_profile(
     assert actual.tokens == expected.tokens
     assert actual.distance(expected) < 1e-3
     costs, context = PROFILE.language, actual.prompt_tokens
-    tower_s = DILATION * PROFILE.encoder.tower.seconds([PATCHES] * len(pictures))
+    tower_s = DILATION * PROFILE.encoder.tower.seconds([(PATCHES, 1)] * len(pictures))
     steps_s = DILATION * (TOKENS - 1) * costs.step_s(1, context)
     least_s = tower_s + DILATION * costs.prefill_s([(context, 0)]) + steps_s
     assert took >= least_s

@@ -7,12 +7,14 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from sglang_epd.errors import ConfigError
 from sglang_epd.store import StoreUrl, open_store, shared
+from sglang_epd.store.backend import StoreError
 from sglang_epd.store.mooncake import MooncakeStore
 from store.fakes import Counts, Open, image, key_of, written
 from stores import Server, mooncake_master, mooncake_node
@@ -81,6 +83,20 @@ async def test_mooncake_without_a_master_is_no_error_and_connects_later(
         master.start()
         with mooncake_node(tmp_path, master, 64 << 20):
             await comes_back(store)
+
+
+@pytest.mark.parametrize("code", [-703, -704])
+async def test_what_mooncake_is_being_given_is_not_there_yet(code: int):
+    """By its documented codes: REPLICA_IS_NOT_READY and OBJECT_NOT_FOUND. No call of its Python
+    client leaves an object half put."""
+    store = MooncakeStore(StoreUrl.parse("mooncake://127.0.0.1:1"))
+    store._client = SimpleNamespace(get_size=lambda _name: code, remove=lambda *_args: code)
+    assert await store.get("name", 1 << 20) is None
+    await store.remove("name")
+    store._client = SimpleNamespace(get_size=lambda _name: -702, close=lambda: 0)
+    with pytest.raises(StoreError, match="-702"):
+        await store.get("name", 1 << 20)
+    await store.close()
 
 
 async def test_a_mooncake_client_that_came_late_is_kept(monkeypatch: pytest.MonkeyPatch):

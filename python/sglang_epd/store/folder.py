@@ -81,7 +81,7 @@ class FolderStore:
         return await _run(self._reading, lambda: self._read(self._path(name), max_bytes))
 
     async def put(self, name: str, pieces: Sequence[memoryview]) -> None:
-        # Also of a write that nobody waits for any more: it goes on.
+        # Counted first: a write that takes too long for its caller goes on, and its file appears.
         self._written += sum(piece.nbytes for piece in pieces)
         try:
             await _run(self._writing, lambda: self._write(self._path(name), pieces))

@@ -351,7 +351,7 @@ class Engine:
             self._device.empty_cache()
             self._device.synchronize()
 
-        # Not beside a pass: whoever waits for the device ends a capture of a graph.
+        # In the tower's thread: a wait for the device in another one ends a graph's capture.
         await asyncio.get_running_loop().run_in_executor(self._tower, settle)
         if IMAGE in self.modalities:
             await self._run_own_picture()

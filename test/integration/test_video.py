@@ -142,3 +142,27 @@ def test_a_modality_that_the_model_does_not_take_is_told(qwen2_5: Topology) -> N
     )
     assert response.status_code == 415
     assert "audio 1 of 1: this encoder does not take audio input" in response.text
+
+
+@pytest.mark.extended  # an encoder starts twice, as users start it
+def test_an_encoder_with_other_settings_of_pixels_costs_a_request_and_no_server(
+    qwen2_5: Topology, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The tokenizer knows the video's layout from the encoder before it."""
+    client, server = qwen2_5.client(), qwen2_5.servers["language"]
+    frames = clips.moving_crop("coffee", frames=16, size=(640, 480))
+    message = user(text_part("What moves?"), video_part(clips.encode(frames, 4.0)))
+    before = client.generation(message)
+    monkeypatch.setattr(qwen2_5, "forks", None)
+    qwen2_5.restart("encoder", VIDEO_MAX_PIXELS="800000")
+    assert client.flush()
+    refused = client.chat(message)
+    assert refused.status_code == 503, refused.text
+    assert "do they have the same settings of pixels" in refused.text
+    assert server.running
+    assert client.generation(message).prompt_tokens < before.prompt_tokens
+    qwen2_5.restart("encoder")
+    assert client.flush()
+    assert client.chat(message).status_code == 503
+    client.generation(message).check(before)
+    assert server.running

@@ -370,6 +370,23 @@ async def test_the_dispatch_of_a_request_that_the_scheduler_has_aborted_ends(
     assert frontend.account("rid") is None
 
 
+@pytest.mark.parametrize("sent", [True, False])
+async def test_layouts_of_a_request_that_is_given_up_as_its_items_come_are_learnt_anew(
+    asking, known, dispatcher, control, sent
+):
+    """One may have come with another, by which the scheduler has refused the request."""
+    frontend = asking()
+    expect = frontend.start("rid", MIXED[:2])
+    await until(lambda: control.told)
+    if sent:
+        control.needs(expect.ticket, 0)
+        await dispatcher.started.wait()
+    frontend.cancel("rid")
+    await idle(frontend)
+    there = [known.find(key) is not None for key in expect.keys]
+    assert there == [not sent] * 2
+
+
 async def test_what_an_earlier_request_has_learnt_of_fetched_media_is_known(dispatcher, control):
     """Another for the same items fetches them only where it has to."""
     url = [EncodeItem(0, "IMAGE", "image 1 of 1", url="https://host/a.png")]

@@ -206,13 +206,18 @@ class LayoutCache:
         self._entries.move_to_end(key)
         return found[0]
 
+    def drop(self, key: bytes) -> None:
+        """Forget the layout of a key, if it is known."""
+        if key in self._entries:
+            self._bytes -= self._entries.pop(key)[1]
+
     def add(self, key: bytes, layout: Layout) -> None:
         """Remember a layout."""
         known = self.find(key)
         if known is not None:
             if known == layout:
                 return
-            self._bytes -= self._entries.pop(key)[1]
+            self.drop(key)
         nbytes = len(key) + len(msgspec.msgpack.encode(layout))
         self._entries[key] = layout, nbytes
         self._bytes += nbytes

@@ -292,6 +292,11 @@ class Frontend:
                 await self._serve(request, ReplyTo(endpoint, expect.ticket), news)
         except (asyncio.CancelledError, _AbortedError):
             logger.info("Cancelled %d items of %s", len(request.items), request.rid)
+            if request.tasks:
+                # An item may have come with another layout, which is why the request has ended:
+                # the next one is told it.
+                for key in expect.keys:
+                    self._known.drop(key)
             await self._control.cancel(expect.ticket)
             return RequestCancelledError("the request was cancelled")
         except Exception as error:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 import signal
 import socket
@@ -352,16 +353,18 @@ def gpus(tmp_path, monkeypatch):
     return tell
 
 
+CHILDREN = "import subprocess as s; a = [s.Popen(['sleep', '600']) for _ in 'ab']; "
+CHILDREN += "print(*(one.pid for one in a), flush=True); a[0].wait()"
+LAUNCHER = [sys.executable, "-c", CHILDREN, "-m", "sglang.launch_server"]
+
+
 @pytest.fixture
 def launched():
     """Starts launchers of servers, each with two processes of its own; their ids."""
-    code = "import subprocess as s; a = [s.Popen(['sleep', '600']) for _ in 'ab']; "
-    code += "print(*(one.pid for one in a), flush=True); a[0].wait()"
     launchers = []
 
     def launch() -> tuple[int, list[str]]:
-        command = [sys.executable, "-c", code, "-m", "sglang.launch_server"]
-        launcher = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        launcher = subprocess.Popen(LAUNCHER, stdout=subprocess.PIPE, text=True)
         children = launcher.stdout.readline().split()
         launchers.append((launcher, children))
         return launcher.pid, children
@@ -384,6 +387,22 @@ def test_two_servers_on_one_gpu_are_seen(gpus, launched):
     assert "CUDA_VISIBLE_DEVICES" in shared.mend
     assert (taken.subject, taken.verdict) == ("GPU 1", Verdict.NOTE)
     assert f"process {other} has 70000 MiB" in taken.found
+
+
+def test_servers_that_one_script_has_started_are_two(gpus):
+    script = f"{shlex.join(LAUNCHER)} & {shlex.join(LAUNCHER)} & wait"
+    shell = subprocess.Popen(
+        ["sh", "-c", script], stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
+    try:
+        pids = [shell.stdout.readline().split()[0] for _ in range(2)]
+        gpus(*(f"GPU-a, {pid}, 100" for pid in pids))
+        (shared,) = [one for one in machine.devices() if one.subject == "GPU 0"]
+        assert shared.verdict is Verdict.WARN, shared
+    finally:
+        os.killpg(shell.pid, signal.SIGKILL)
+        shell.wait(10)
+        shell.stdout.close()
 
 
 def test_gpus_that_nobody_has(gpus):

@@ -112,7 +112,8 @@ def _server(pid: int) -> int:
             stat = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2]
         except OSError:  # of another namespace, or just ended
             break
-        if b"sglang.launch_server" in command:
+        # Not a shell whose script starts several.
+        if b"sglang.launch_server" in command.split(b"\0"):
             found = pid
         pid = int(stat.split()[1])
     return found

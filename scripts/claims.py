@@ -32,6 +32,7 @@ _LINKS_ALONE = re.compile(r" ?\((?:\[[^]]*\]\([^)]*\)(?:,? )?)+\)")
 _OTHER_LINK = re.compile(r"\[[^]]*\]\(https?:[^)]*\)")
 # Not those of sizes, as 1080p.
 _NUMBER = re.compile(r"(?<![\w.,-])\d+(?:,\d{3})*(?:\.\d+)?(?![\w,]*\d|p\b)")
+_UNIT = re.compile(rf"({_NUMBER.pattern})(?:%| (?:ms|s|MB|GB|GiB|times)\b)")
 _ROWS = re.compile(r"^<!-- Rows of the figures:\n(.*?)^-->$", re.MULTILINE | re.DOTALL)
 _ENTRY = re.compile(r"(\w+) ([\d. ]+): (.+)")
 _RANGE = re.compile(r"[\d.]+ to [\d.]+")
@@ -39,7 +40,7 @@ _COMMAND = re.compile(r"(?:^ {4}|`)([^`\n]*benchmark/\w[^`\n]*\.py[^`\n]*)", re.
 _STAMP = re.compile(r"<!-- (\w+): (\S+) (\S+) (\S+) -->")
 _HEAD = """# Claims
 
-Every figure of README.md and docs/ that was measured or simulated, with the row of the result that it stands in. `scripts/reference.py` writes this page from those pages and the results; a test fails where a figure has no row.
+Figures of README.md and docs/ that were measured or simulated, with the row of the result that each stands in. `scripts/reference.py` writes this page from those pages and the results. A test fails where a paragraph or a table that links to a result has a figure without a row; whole numbers below a hundred count where a unit stands behind them.
 
 The spread is that of the rounds, where the result has one. A claim without one comes from a single run, or from a median. The commit is the one that brought the figures, or that they were measured on. [Benchmarks](../README.md) says what each command measures.
 """  # noqa: E501
@@ -102,9 +103,10 @@ def quotes(page: Path) -> list[tuple[str, list[str]]]:
 
 
 def figures(text: str) -> list[str]:
-    """What is told as a figure; counts below a hundred are words as often."""
-    found = numbers(_OTHER_LINK.sub("", _LINK.sub("]", text)))
-    return [one for one in found if "." in one or float(one) >= 100]
+    """What is told as a figure; counts below a hundred are words as often, but for units."""
+    told = _OTHER_LINK.sub("", _LINK.sub("]", text))
+    units = {one.replace(",", "") for one in _UNIT.findall(told)}
+    return [one for one in numbers(told) if "." in one or float(one) >= 100 or one in units]
 
 
 def named(page: str) -> dict[tuple[str, str], list[str]]:

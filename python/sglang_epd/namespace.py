@@ -123,7 +123,7 @@ def embedding_key(identity: str, digest: bytes, modality: str, options: object) 
     hasher.update(digest)
     try:
         described = json.dumps([modality, options], sort_keys=True)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, RecursionError):
         raise ProtocolError("the item's options are not plain data") from None
     hasher.update(described.encode())
     return hasher.digest()

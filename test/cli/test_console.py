@@ -36,12 +36,33 @@ def test_without_logs_phases_are_shown():
 
 def test_a_full_disk_takes_no_lines_and_ends_nothing():
     full = Path("/dev/full").open("w")  # noqa: SIM115 - to close it fails as well
-    reporter = LineReporter(Console(file=full), ["router"], logs=True)
+    out = Console(file=full)
+    reporter = LineReporter(out, ["router"], logs=True)
     for _ in range(100):
         reporter.line("router", "x" * 1000)
     reporter.close()
+    assert not out._buffer, "each line would be written again with the next one"
     with pytest.raises(OSError, match="No space"):
         full.write("x" * 100_000)
+    with contextlib.suppress(OSError):
+        full.close()
+
+
+def test_no_word_of_a_user_in_a_log_ends_the_command():
+    out = Console(file=io.StringIO(), width=40, highlight=False, markup=False)
+    reporter = LineReporter(out, ["router"], logs=True)
+    reporter.line("router", f"no adapter \x1b[{'9' * 5000}m")
+    reporter.line("router", "next")
+    assert "no adapter" in out.file.getvalue() and "router | next" in out.file.getvalue()
+
+
+def test_a_status_line_on_a_terminal_that_is_gone_ends_nothing():
+    full = Path("/dev/full").open("w")  # noqa: SIM115 - to close it fails as well
+    out = Console(file=full, force_terminal=True)
+    reporter = LineReporter(out, ["router"], logs=False)
+    reporter.tick({"router": "importing"})
+    reporter.tick({"router": "loading weights"})
+    reporter.close()
     with contextlib.suppress(OSError):
         full.close()
 

@@ -9,9 +9,11 @@ import socket
 import struct
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+import requests
 from typer.testing import CliRunner
 
 from hub import Hub, serving
@@ -23,7 +25,7 @@ from sglang_epd.cli.checks.media import media
 from sglang_epd.cli.checks.servers import _namespaces, servers
 from sglang_epd.cli.main import app
 from sglang_epd.cli.probes import target
-from sglang_epd.cli.processes import free_port
+from sglang_epd.cli.processes import free_port, unproxied
 
 TOKEN = "0123456789abcdef0123"
 
@@ -338,8 +340,9 @@ def test_a_real_checkpoint_says_how_large_its_pictures_are():
 def gpus(tmp_path, monkeypatch):
     """Lets nvidia-smi name the processes of two GPUs."""
 
-    def tell(*apps: str) -> None:
-        rows = {"query-gpu=index,uuid": ("0, GPU-a", "1, GPU-b"), "query-gpu=index": ("0", "1")}
+    def tell(*apps: str, mig: str = "[N/A]", index: Sequence[str] = ("0", "1")) -> None:
+        cards = (f"0, {mig}, GPU-a", "1, Disabled, GPU-b")
+        rows = {"query-gpu=index,mig.mode.current,uuid": cards, "query-gpu=index": index}
         rows["query-compute-apps=gpu_uuid,pid,used_memory"] = apps
         cases = [
             f"--{query}) printf '%s\\n' {' '.join(map(repr, of))};;" for query, of in rows.items()
@@ -403,6 +406,45 @@ def test_servers_that_one_script_has_started_are_two(gpus):
         os.killpg(shell.pid, signal.SIGKILL)
         shell.wait(10)
         shell.stdout.close()
+
+
+@pytest.mark.parametrize(("mig", "named"), [("Enabled", "GPU-a"), ("Disabled", "MIG-b")])
+def test_slices_of_a_card_are_no_shared_gpu(gpus, launched, mig, named):
+    """Whether the driver names the card or the slice."""
+    (_, ones), (_, others) = launched(), launched()
+    gpus(f"{named}, {ones[0]}, 100", f"GPU-a, {others[0]}, 100", mig=mig)
+    found = [*machine.devices()][2:]
+    assert found and {one.verdict for one in found} == {Verdict.NOTE}, found
+
+
+def test_what_the_driver_says_is_no_name_of_a_gpu(gpus):
+    gpus(index=["No devices were found"])
+    (found,) = [one for one in machine.devices() if one.subject == "accelerators"]
+    assert found.verdict is Verdict.FAIL and "No devices were found" in found.found
+
+
+@pytest.mark.parametrize(
+    ("env", "warned"),
+    [
+        ({}, False),
+        ({"HTTP_PROXY": "http://p:1"}, True),
+        ({"all_proxy": "http://p:1", "NO_PROXY": "example.com"}, True),
+        ({"https_proxy": "http://p:1"}, False),
+        ({"HTTP_PROXY": "http://p:1", "no_proxy": "a.b,127.0.0.1"}, False),
+        (unproxied({"http_proxy": "http://p:1", "no_proxy": "a.b"}), False),
+    ],
+)
+def test_a_proxy_that_servers_would_ask_themselves_through(monkeypatch, env, warned):
+    for name in list(os.environ):
+        if name.lower().endswith("_proxy"):
+            monkeypatch.delenv(name)
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    assert [one.verdict for one in machine.proxies()] == [Verdict.WARN] * warned
+    # As SGLang's warm-up asks.
+    url = "http://127.0.0.1:30000/model_info"
+    through = requests.utils.select_proxy(url, requests.utils.get_environ_proxies(url))
+    assert (through is not None) is warned
 
 
 def test_gpus_that_nobody_has(gpus):

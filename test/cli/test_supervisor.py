@@ -312,6 +312,33 @@ def test_under_nohup_it_outlives_its_terminal(tmp_path):
     assert told == [["encoder"]]
 
 
+def test_a_terminal_that_closes_is_one_signal(tmp_path):
+    """Its shell sends it, and so does the kernel, a moment later."""
+    drains = """
+import signal, sys, time
+def drain(*_):
+    time.sleep(1)
+    open(sys.argv[2], "w").close()
+    sys.exit()
+signal.signal(signal.SIGTERM, drain)
+"""
+    recorder = Recorder()
+
+    def hang_up() -> None:
+        os.kill(os.getpid(), signal.SIGHUP)
+        signal.setitimer(signal.ITIMER_REAL, 0.3)
+
+    before = signal.signal(signal.SIGALRM, lambda *_: os.kill(os.getpid(), signal.SIGHUP))
+    recorder.when_ready = hang_up
+    drained = tmp_path / "drained"
+    encoder = server("encoder", "encoder", drains + SERVER, str(drained))
+    try:
+        supervise(tmp_path, recorder, encoder).run()
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert drained.exists()
+
+
 def test_a_second_signal_ends_what_does_not_end_by_itself(tmp_path):
     stubborn = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + SERVER
     recorder = Recorder()

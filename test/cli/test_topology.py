@@ -127,6 +127,18 @@ def test_too_few_gpus_are_an_error_that_says_what_to_do(names):
         Gpus(names)(2)
 
 
+@pytest.mark.parametrize("name", ["CUDA_DEVICE_ORDER", "CUDA_VISIBLE_DEVICES"])
+def test_how_gpus_count_is_left_to_an_environment_that_says(monkeypatch, name):
+    monkeypatch.setenv(name, "1,0")
+    assert Gpus(["4"])(1).env == {"CUDA_VISIBLE_DEVICES": "4"}
+
+
+def test_a_router_tells_its_metrics_to_this_machine_alone():
+    made = plan(Shape(model="m", language=2), itertools.count(1).__next__, Cores(range(4), 3))
+    command = made.servers[-1].command
+    assert command[command.index("--prometheus-host") + 1] == "127.0.0.1"
+
+
 def test_cores_are_split_evenly_or_shared(monkeypatch):
     monkeypatch.setattr("shutil.which", lambda _tool: "/usr/bin/taskset")
     split = Cores([0, 1, 2, 3, 6], 2)
@@ -136,6 +148,7 @@ def test_cores_are_split_evenly_or_shared(monkeypatch):
 
 def test_where_a_server_runs_is_in_its_command():
     made = plan(Shape(model="m", language=1), itertools.count(1).__next__, Gpus(["4", "5"]))
-    assert made.servers[0].line().startswith("CUDA_VISIBLE_DEVICES=4 python -m sglang")
+    placed = "CUDA_VISIBLE_DEVICES=4 CUDA_DEVICE_ORDER=PCI_BUS_ID python -m sglang"
+    assert made.servers[0].line().startswith(placed)
     shared = plan(Shape(model="m", language=1), itertools.count(1).__next__, Cores(range(4), 2))
     assert shared.servers[1].argv("py")[:3] == ["taskset", "-c", "2,3"]

@@ -538,6 +538,22 @@ def test_no_turn_of_a_streaming_session_overtakes_one_that_waits(
     assert not again.need_wait_for_mm_inputs
 
 
+def test_no_batch_of_texts_takes_a_turn_past_one_that_waits(claims):
+    leader = Leader(
+        claims, SECRET, prefix=True, resume=lambda _trace: OFF, streams=lambda _session: True
+    )
+    first, later, text = (request(rid, carried=EXPECT) for rid in ("first", "later", "text"))
+    first.session_params = later.session_params = SimpleNamespace(id="s")
+    later.need_wait_for_mm_inputs = text.need_wait_for_mm_inputs = False
+    text.session_params = None
+    assert leader.pass_on([first]) == []
+    passed = leader.pass_on([SimpleNamespace(batch=[text, later])])
+    assert passed == [text, later]
+    assert (text.need_wait_for_mm_inputs, later.need_wait_for_mm_inputs) == (False, True)
+    whole = SimpleNamespace(batch=[text])
+    assert leader.pass_on([whole]) == [whole]
+
+
 def test_what_another_request_for_the_same_items_failed_of_is_not_waited_for(
     leader, claims, backend
 ):

@@ -531,6 +531,21 @@ async def test_where_items_came_from_is_counted_and_told(
     assert tally.counts == {("items", source): items for source, items in sources.items()}
 
 
+@pytest.mark.parametrize("here", [False, True])
+async def test_an_earlier_request_of_the_same_id_is_not_told_of(asking, dispatcher, control, here):
+    frontend = asking()
+    dispatcher.go_on.set()
+    expect = frontend.start("rid", MIXED)
+    control.needs(expect.ticket, over=True)
+    await idle(frontend)
+    assert frontend.account("rid")
+    if here:
+        frontend.encoded_here("rid", 1)
+    else:
+        frontend.start("rid", MIXED)
+    assert frontend.account("rid") is None
+
+
 async def test_requests_may_rest_on_the_prefix_cache_if_all_their_layouts_are_known(
     asking, dispatcher, control, monkeypatch
 ):

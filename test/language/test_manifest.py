@@ -164,3 +164,23 @@ def test_urls_of_any_kind_are_no_manifest(urls):
     for read in READERS:
         with pytest.raises(ProtocolError):
             read(urls, SECRET)
+
+
+def named(rid: str, worker: str | None) -> str:
+    return manifest.name(SimpleNamespace(rid=rid, http_worker_ipc=worker))
+
+
+texts = st.lists(st.sampled_from(["a", " of ", "%20", "\ud800"]), max_size=3).map("".join)
+
+
+@given(texts, texts | st.none(), texts, texts | st.none())
+def test_no_user_can_give_two_requests_one_name(rid, worker, other, its):
+    """A scheduler would end at a request that it takes for another."""
+    same = (rid, worker or None) == (other, its or None)
+    assert (named(rid, worker) == named(other, its)) is same
+
+
+def test_a_request_of_a_worker_is_no_other_one_of_that_text():
+    assert named("a of W", None) != named("a", "W")
+    assert named("a", "W") == named("a", "W")
+    assert named("rid-7", None) == "rid-7"

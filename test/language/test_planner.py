@@ -55,6 +55,17 @@ def test_lists_in_lists_are_one_list():
     assert [item.data for item in items] == [b"1", b"2", b"3", b"4"]
 
 
+@pytest.mark.parametrize(
+    "images", [[b"1", b"2", b"3"], [[b"1", b"2", b"3"]], [[b"1"], [b"2", b"3"]]]
+)
+def test_media_are_counted_wherever_they_are(images):
+    """SGLang takes a list in the list for one."""
+    asked = request(images, [b"v"] * 9)
+    assert len(plan(asked, limits={"image": 3, "audio": 0})) == 12
+    with pytest.raises(MediaError, match="Image count 3 exceeds limit 2 per request"):
+        plan(asked, limits={"image": 2})
+
+
 @pytest.mark.parametrize("entry", [URL, {"url": URL}, ImageData(URL), [URL], (URL,)])
 def test_an_entry_is_a_url_however_it_is_wrapped(entry):
     (item,) = plan(request(entry))
@@ -268,3 +279,11 @@ def test_no_entry_says_whose_it_is():
     assert salted(forged).options == {}
     assert salted(forged, cache_salt="mine").options == salted(cache_salt="mine").options
     assert salted(ImageData(URL), cache_salt="mine").options == salted(cache_salt="mine").options
+
+
+def test_options_that_are_nested_too_deeply_have_no_key():
+    nested: list[Any] = []
+    for _ in range(100_000):
+        nested = [nested]
+    (item,) = plan(request({"url": "data:,png", "x": nested}))
+    assert content_key(item, "id") == b"", "and raises nothing"

@@ -68,7 +68,7 @@ class FakeFrontend:
         self.cancelled: list[str] = []
         self.here = 0
 
-    def encoded_here(self, items: int) -> None:
+    def encoded_here(self, rid: str, items: int) -> None:
         self.here += items
 
     def cancel(self, rid: str) -> None:

@@ -6,7 +6,7 @@ import contextlib
 import json
 import os
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
@@ -38,6 +38,18 @@ class _Console(Console):
 def console() -> Console:
     """For results, on stdout; without colours where that is no terminal."""
     return _Console(highlight=False, markup=False)
+
+
+@contextlib.contextmanager
+def lossy(out: Console) -> Iterator[None]:
+    """Around prints that a full disk, or a terminal that is gone, takes or loses."""
+    try:
+        yield
+    except OSError:
+        # It would print what it could not once more, before all that comes after.
+        quiet, out.quiet = out.quiet, True
+        out.print()
+        out.quiet = quiet
 
 
 def print_json(value: Any) -> None:
@@ -78,8 +90,13 @@ class LineReporter:
 
     def line(self, name: str, text: str) -> None:
         """A server wrote this."""
-        if self._logs:
-            self._write(name, "|", Text.from_ansi(text))
+        if not self._logs:
+            return
+        try:
+            shown = Text.from_ansi(text)
+        except ValueError:  # an escape that is none: logs hold words of users
+            shown = Text(text)
+        self._write(name, "|", shown)
 
     def news(self, name: str, text: str) -> None:
         """Something became of a server."""
@@ -98,19 +115,20 @@ class LineReporter:
             return
         ready = self._total - len(waiting)
         phases = ", ".join(f"{name} {phase}" for name, phase in waiting.items())
-        if self._status is None:
-            self._status = self._out.status("")
-            self._status.start()
-        self._status.update(f"{ready} of {self._total} ready; {phases}")
+        with lossy(self._out):
+            if self._status is None:
+                self._status = self._out.status("")
+                self._status.start()
+            self._status.update(f"{ready} of {self._total} ready; {phases}")
 
     def close(self) -> None:
         """Take the status line away."""
         if self._status is not None:
-            self._status.stop()
+            with lossy(self._out):
+                self._status.stop()
             self._status = None
 
     def _write(self, name: str, sign: str, text: Text) -> None:
         head = Text(f"{name:<{self._width}} {sign} ", style=self._styles[name])
-        # A full disk takes no lines, and the servers go on.
-        with contextlib.suppress(OSError):
+        with lossy(self._out):
             self._out.print(head + text, soft_wrap=True)

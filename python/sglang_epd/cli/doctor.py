@@ -50,9 +50,9 @@ def doctor(
     """Look for faults that keep servers from running, and say how to mend each.
 
     Versions, SGLang's seams, and hooks beside other plug-ins; settings and the token;
-    Mooncake and FFmpeg; GPUs and the servers on them, RDMA, ports, limits and the clock. With
-    --model also a checkpoint's files, or whether the hub has it, and the receive budget beside
-    its largest image; with --media whether encoders may fetch it; with URLs also whether
+    Mooncake and FFmpeg; GPUs and the servers on them, RDMA, ports, proxies, limits and the clock.
+    With --model also a checkpoint's files, or whether the hub has it, and the receive budget
+    beside its largest image; with --media whether encoders may fetch it; with URLs also whether
     servers there can be reached, share a namespace, take the token, and tell the same time.
     The exit code is 1 if something will not run.
 
@@ -92,6 +92,7 @@ def _examine(
     yield from machine.devices()
     yield from machine.rdma()
     yield from machine.ports(ports)
+    yield from machine.proxies()
     yield from machine.limits()
     yield from machine.clock()
     if model:

@@ -57,6 +57,14 @@ class ServerError(RuntimeError):
     """A server died or did not become ready; the message ends with the tail of its log."""
 
 
+def unproxied(env: Mapping[str, str]) -> dict[str, str]:
+    """That environment for servers that ask each other on this machine, as SGLang's do through a
+    proxy that is not told to be left out."""
+    own = "127.0.0.1,localhost,::1"
+    names = ("no_proxy", "NO_PROXY")
+    return {**env, **{name: ",".join(filter(None, (env.get(name), own))) for name in names}}
+
+
 def free_port() -> int:
     """A TCP port for a server that starts later, each only once in this process.
 

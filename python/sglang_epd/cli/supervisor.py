@@ -288,8 +288,9 @@ class Supervisor:
     def _signals(self) -> Iterator[None]:
         """Have this process told of signals, for as long as it has servers."""
 
-        def tell(_number: int, _frame: FrameType | None) -> None:
-            self._told += 1
+        def tell(number: int, _frame: FrameType | None) -> None:
+            # A terminal that closes sends it twice, by its shell and by the kernel.
+            self._told = max(self._told, 1) if number == signal.SIGHUP else self._told + 1
 
         # `nohup` has SIGHUP ignored.
         heard = [one for one in _SIGNALS if signal.getsignal(one) is not signal.SIG_IGN]

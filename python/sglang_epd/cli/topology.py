@@ -187,8 +187,10 @@ def plan(shape: Shape, free_port: Callable[[], int], place: Callable[[int], Plac
 
     api_url = _url(shape.host, api_port)
     if behind_router:
-        # Its own metrics would else be on one port for all routers of a machine.
-        targets += [] if apart else ["--prometheus-port", str(free_port()), *PATIENT]
+        # Its own metrics would else be on one port for all routers of a machine, and on all
+        # interfaces.
+        metrics = ("--prometheus-host", LOOPBACK, "--prometheus-port", str(free_port()))
+        targets += [] if apart else [*metrics, *PATIENT]
         command = ("-m", "sglang_router.launch_router", *targets)
         command += ("--host", shape.host, "--port", str(api_port), *shape.words("router"))
         # SGLang's router asks its servers about themselves as it starts.

@@ -15,10 +15,10 @@ import typer
 from rich.console import Console
 
 from sglang_epd.cli import runs
-from sglang_epd.cli.console import LineReporter, console, print_json, state, table
+from sglang_epd.cli.console import LineReporter, console, lossy, print_json, state, table
 from sglang_epd.cli.lives import Restarts
 from sglang_epd.cli.places import Cores, Gpus, accelerators
-from sglang_epd.cli.processes import ServerError, free_port
+from sglang_epd.cli.processes import ServerError, free_port, unproxied
 from sglang_epd.cli.supervisor import Supervisor
 from sglang_epd.cli.topology import LOOPBACK, Fleet, Shape, plan
 from sglang_epd.config import Settings
@@ -188,14 +188,15 @@ def _run(
 
     def ready() -> None:
         reporter.close()
-        _show(made, supervisor, out)
+        with lossy(out):
+            _show(made, supervisor, out)
 
     reporter = LineReporter(out, [server.name for server in made.servers], logs=not quiet)
     supervisor = Supervisor(
         made,
         run.folder,
         reporter,
-        env={**os.environ, "TMPDIR": str(run.temporary)},
+        env={**unproxied(os.environ), "TMPDIR": str(run.temporary)},
         restarts=Restarts(),
         changed=write,
         ready=ready,
@@ -208,7 +209,8 @@ def _run(
         supervisor.run()
         keep = False
         reporter.close()
-        out.print("All servers have stopped.")
+        with lossy(out):
+            out.print("All servers have stopped.")
     except ServerError as error:
         raise ServerError(f"{error}\nThe logs are kept in {run.folder}") from None
     finally:

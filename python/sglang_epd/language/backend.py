@@ -524,9 +524,10 @@ def _session(request: Any) -> str | None:
 
 
 def _split_batch(received: Any) -> list[Any]:
-    """A batch whose members wait is taken apart, so that each goes on by itself."""
+    """A batch with members that wait, or are turns of sessions, is taken apart, so that each goes
+    on by itself."""
     batch = getattr(received, "batch", None)
-    if batch and any(map(manifest.waits, batch)):
+    if batch and any(manifest.waits(one) or _session(one) is not None for one in batch):
         return list(batch)
     return [received]
 

@@ -153,6 +153,7 @@ class Frontend:
                 those that encoders tell.
             parent: the span of the request.
         """
+        self._accounts.pop(rid, None)  # of an earlier request
         layouts = {} if known is None else known
         keys = [
             self._key(item) or (layouts[item.item].key if item.item in layouts else b"")
@@ -238,8 +239,9 @@ class Frontend:
         live = self._live.get(rid)
         return None if live is None else live.underway
 
-    def encoded_here(self, items: int) -> None:
+    def encoded_here(self, rid: str, items: int) -> None:
         """So many items of a request went to no encoder: this server's tower has them."""
+        self._accounts.pop(rid, None)  # of an earlier request
         self._tally.add("items", "local", amount=items)
 
     def cancel(self, rid: str) -> None:

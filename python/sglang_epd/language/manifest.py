@@ -17,6 +17,7 @@ from __future__ import annotations
 import base64
 import hmac
 from typing import Any
+from urllib.parse import quote
 
 from blake3 import blake3
 
@@ -42,10 +43,12 @@ def name(request: Any) -> str:
     """What a scheduler knows a request by.
 
     Tokenizer workers see that no two of their own requests have one id, and know nothing of each
-    other's.
+    other's. Users choose ids, and may write an address of a worker where there is one only: no two
+    pairs of these have one name.
     """
     worker = getattr(request, "http_worker_ipc", None)
-    return f"{request.rid} of {worker}" if worker else str(request.rid)
+    rid = quote(str(request.rid), errors="surrogatepass")
+    return f"{rid} of {worker}" if worker else rid
 
 
 def waits(request: Any) -> bool:

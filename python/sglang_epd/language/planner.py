@@ -32,7 +32,7 @@ _MOST_NESTED = 8
 _NEUTRAL = {"detail": "auto"}
 
 
-def plan(request: Any) -> list[EncodeItem]:
+def plan(request: Any, *, limits: Mapping[str, int] = {}) -> list[EncodeItem]:
     """List the request's items; inline media are decoded from base64 here, unless that was
     done beforehand (`reading`), and compared with the content hashes that the request has of
     them.
@@ -43,9 +43,12 @@ def plan(request: Any) -> list[EncodeItem]:
 
     Args:
         request: one prompt's `GenerateReqInput`.
+        limits: how many "image", "video" and "audio" items it may have. SGLang counts a list
+            within the list of media as one.
 
     Raises:
         MediaError: an entry is unreadable, or another than its hash says; the message names it.
+            Or there are too many.
     """
     entries = _entries(request)
     if not entries:
@@ -57,6 +60,12 @@ def plan(request: Any) -> list[EncodeItem]:
     totals = {modality: 0 for modality, _ in entries}
     for modality, _ in entries:
         totals[modality] += 1
+    for modality, count in totals.items():
+        most = limits.get(modality.lower(), count)
+        if count > most:
+            raise MediaError(
+                f"{modality.capitalize()} count {count} exceeds limit {most} per request"
+            )
     hashes = _content_hashes(request, totals.get(IMAGE, 0))
     seen = dict.fromkeys(totals, 0)
     salt = _salt(request)

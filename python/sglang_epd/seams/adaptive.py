@@ -200,7 +200,7 @@ class Adaptive:
                 # Of a stream too this is an answer with a status, before it begins.
                 raise ValueError(error.message) from None
             requests.refuse(prompt, error)
-        self._frontend.encoded_here(len(read))
+        self._frontend.encoded_here(prompt.rid, len(read))
         prompt.image_data = [
             _with_options(one.image, item) for one, item in zip(read, items, strict=True)
         ]

@@ -33,7 +33,13 @@ def create_frontend(
     server_args: Any, dtype: Any = None, hf_config: Any = None, encode_urls: Any = None
 ) -> TokenizerSeam:
     """Stands in for `create_mm_receiver` in the tokenizer process."""
-    from sglang.srt.runtime_context import get_disagg, get_memory, get_parallel, get_serving
+    from sglang.srt.runtime_context import (
+        get_disagg,
+        get_memory,
+        get_mm,
+        get_parallel,
+        get_serving,
+    )
 
     settings = Settings.from_env()
     logs.install()
@@ -72,9 +78,11 @@ def create_frontend(
     )
     architecture = hf_config.architectures[0]
     lay_out = None if to_scheduler else partial(lays_out, architecture=architecture)
-    planner = plan
+    limits = get_mm().limit_mm_data_per_request or {}
+    planner = partial(plan, limits=limits)
     if not takes_options(architecture):
-        planner = partial(plan_without_options, family=family_of(architecture) or Family())
+        family = family_of(architecture) or Family()
+        planner = partial(plan_without_options, family=family, limits=limits)
     seam = TokenizerSeam(
         frontend,
         control,

@@ -54,7 +54,9 @@ def name_items(output: Any, keys: Mapping[str, Sequence[bytes]]) -> None:
             output.padded_input_ids = None
 
 
-def plan_without_options(request: Any, family: Family) -> list[EncodeItem]:
+def plan_without_options(
+    request: Any, family: Family, *, limits: Mapping[str, int] = {}
+) -> list[EncodeItem]:
     """As `plan`, of a request that has no options for its media but those that the model's
     encoders follow.
 
@@ -67,7 +69,7 @@ def plan_without_options(request: Any, family: Family) -> list[EncodeItem]:
     """
     from sglang_epd.language.planner import SALT, plan
 
-    items = plan(request)
+    items = plan(request, limits=limits)
     given = _given((name, getattr(request, name, None)) for name in REQUEST_OPTIONS)
     for item in items:
         given |= _given(item.options.items())

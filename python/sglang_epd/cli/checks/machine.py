@@ -1,4 +1,4 @@
-"""The machine: accelerators, RDMA devices, ports, limits, clock."""
+"""The machine: accelerators, RDMA devices, ports, proxies, limits, clock."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import socket
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from urllib.request import getproxies, proxy_bypass
 
 from sglang_epd.cli.checks import Finding, fail, note, ok, warn
 from sglang_epd.cli.places import accelerators, ask_tool
@@ -75,7 +76,7 @@ def _taken() -> Iterator[Finding]:
     """GPUs that servers have already, and those that two of them share."""
     servers: dict[str, dict[int, int]] = {}
     try:
-        gpus = {uuid: index for index, uuid in _asked("--query-gpu=index,uuid")}
+        gpus = {uuid: row for *row, uuid in _asked("--query-gpu=index,mig.mode.current,uuid")}
         for uuid, pid, mib in _asked("--query-compute-apps=gpu_uuid,pid,used_memory"):
             of, owner = servers.setdefault(uuid, {}), _server(int(pid))
             # "[N/A]" where the driver does not tell.
@@ -84,15 +85,19 @@ def _taken() -> Iterator[Finding]:
         yield note("GPUs", f"nvidia-smi does not tell whose they are: {error}")
         return
     for uuid, of in servers.items():
+        # A slice of a card by itself where that is not among the cards.
+        index, mig = gpus.get(uuid, (uuid, ""))
         told = ", ".join(f"process {pid} has {mib} MiB" for pid, mib in of.items())
-        if len(of) > 1:
+        if mig == "Enabled":
+            yield note(f"GPU {index}", f"is cut into slices (MIG): {told}")
+        elif len(of) > 1:
             mend = (
                 "give each a GPU of its own (CUDA_VISIBLE_DEVICES), or a --mem-fraction-static"
                 " that leaves room for the other"
             )
-            yield warn(f"GPU {gpus[uuid]}", f"is shared: {told}", mend)
+            yield warn(f"GPU {index}", f"is shared: {told}", mend)
         else:
-            yield note(f"GPU {gpus[uuid]}", f"is taken: {told}", "start others on another GPU")
+            yield note(f"GPU {index}", f"is taken: {told}", "start others on another GPU")
 
 
 def _asked(query: str) -> list[list[str]]:
@@ -174,6 +179,17 @@ def ports(wanted: Sequence[int] = ()) -> Iterator[Finding]:
                 free.append(str(port))
     if free:
         yield ok("ports", f"free: {', '.join(free)}")
+
+
+def proxies() -> Iterator[Finding]:
+    """Servers reach themselves and each other without a proxy."""
+    through = getproxies()
+    if ("http" in through or "all" in through) and not proxy_bypass("127.0.0.1"):
+        yield warn(
+            "proxy",
+            "SGLang's servers would ask themselves whether they are ready through it, and never be",
+            "name 127.0.0.1, localhost and the other servers' hosts in NO_PROXY and no_proxy",
+        )
 
 
 def limits() -> Iterator[Finding]:

@@ -95,7 +95,8 @@ class Settings(Struct, frozen=True, kw_only=True):
             cache salt has sent the same media before.
         receive_budget_mb [language]: Embeddings held at a time: granted, received, being read or
             kept. Encoders wait for more. Unless given, a sixteenth of the memory that the
-            server may use, from 2048 to 16384. On an accelerator all of it is taken at start.
+            server may use, from 2048 to 16384, divided by the ranks of a further host that hold
+            copies. On an accelerator all of it is taken at start.
             With `zmq_to_tokenizer` each tokenizer worker has an equal part.
         embedding_cache_mb [language]: The part of that budget in which embeddings that are not in
             use stay for the next request with the same image. They are evicted when their room is

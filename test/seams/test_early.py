@@ -126,11 +126,16 @@ def parts_of(flags, monkeypatch):
         switches: bool = False,
         preempts: bool = False,
         mode: str = "null",
+        beside: bool = False,
         **parallel: Any,
     ) -> Any:
         monkeypatch.setenv("SGLANG_EPD_PREFILL_EARLY", asked)
         flags(
-            disagg={"enable_pd_role_switch": switches, "disaggregation_mode": mode},
+            disagg={
+                "enable_pd_role_switch": switches,
+                "disaggregation_mode": mode,
+                "enable_pdmux": beside,
+            },
             memory={"disable_radix_cache": False},
             observability={"enable_metrics": False},
             parallel={"pp_size": 1, "pp_rank": 0, "attn_dp_enabled": False, **parallel},
@@ -154,6 +159,11 @@ def parts_of(flags, monkeypatch):
 @pytest.mark.parametrize("switches", [False, True])
 def test_a_server_that_may_come_to_decode_prefills_no_parts(parts_of, switches):
     assert (parts_of(switches=switches) is None) == switches
+
+
+@pytest.mark.parametrize("beside", [False, True])
+def test_a_server_that_prefills_beside_decoding_prefills_no_parts(parts_of, beside):
+    assert (parts_of(beside=beside) is None) == beside
 
 
 @pytest.mark.parametrize(("mode", "some"), [("null", True), ("prefill", True), ("decode", False)])

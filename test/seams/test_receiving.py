@@ -176,7 +176,7 @@ def start(flags, monkeypatch):
     monkeypatch.setattr(receiving.rundir, "control_path", lambda: "control")
 
     def start(
-        backend: str = "zmq_to_scheduler", trusts: bool = False, receivers: int = 1
+        backend: str = "zmq_to_scheduler", trusts: bool = False, receivers: int = 1, copies: int = 1
     ) -> FakeReceiver:
         flags(
             disagg={"encoder_transfer_backend": backend, "encoder_urls": ["http://10.0.0.2:1"]},
@@ -184,7 +184,7 @@ def start(flags, monkeypatch):
             observability={"enable_metrics": False},
             serving={"host": "10.0.0.1"},
         )
-        receiving.start(readers=3, receivers=receivers)
+        receiving.start(readers=3, receivers=receivers, copies=copies)
         return FakeReceiver.made[-1]
 
     return start
@@ -216,6 +216,15 @@ def test_several_receivers_share_the_servers_memory(start, monkeypatch):
     made = start("zmq_to_tokenizer", receivers=4)
     assert made.options["budget_bytes"] == 3 << 20
     assert made.options["cache_bytes"] == 2 << 20
+
+
+def test_copies_on_another_host_share_what_is_taken_of_itself(start, monkeypatch):
+    monkeypatch.delenv("SGLANG_EPD_RECEIVE_BUDGET_MB", raising=False)
+    monkeypatch.setattr(receiving, "share_mb", lambda: 16384)
+    assert start(copies=8).options["budget_bytes"] == 2048 << 20
+    assert start().options["budget_bytes"] == 16384 << 20
+    monkeypatch.setenv("SGLANG_EPD_RECEIVE_BUDGET_MB", "12")
+    assert start(copies=8).options["budget_bytes"] == 12 << 20, "as it was typed"
 
 
 def test_its_memory_and_what_it_does_not_read_are_said(start, monkeypatch, caplog):

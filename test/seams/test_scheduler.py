@@ -140,15 +140,21 @@ class Poller(zmq.Poller):
         return super().poll(0)
 
 
-@pytest.mark.parametrize(("due_s", "slept_ms"), [(None, 1000), (0.05, 50)])
-def test_an_idle_scheduler_wakes_for_the_receiver_and_for_a_part_that_pauses(due_s, slept_ms):
+@pytest.mark.parametrize(
+    ("due_s", "replicas", "slept_ms"),
+    [(None, False, 1000), (0.05, False, 50), (None, True, 10), (0.005, True, 5)],
+)
+def test_an_idle_scheduler_wakes_for_the_receiver_and_for_a_part_that_pauses(
+    due_s, replicas, slept_ms
+):
+    """And for what another replica has, which waits for it."""
     context = zmq.Context()
     with context.socket(zmq.PAIR) as claims, context.socket(zmq.PAIR) as receiver:
         claims.bind("inproc://claims")
         receiver.connect("inproc://claims")
         sleeper = SimpleNamespace(poller=(poller := Poller()))
         in_parts = None if due_s is None else SimpleNamespace(due_s=lambda: due_s)
-        scheduler._wake(sleeper, claims, in_parts)
+        scheduler._wake(sleeper, claims, in_parts, replicas=replicas)
         assert sleeper.poller.poll(1000) == []
         assert poller.timeout == slept_ms
         receiver.send(b"an item has landed")
@@ -158,7 +164,7 @@ def test_an_idle_scheduler_wakes_for_the_receiver_and_for_a_part_that_pauses(due
 
 
 def test_a_sleeper_without_a_poller_is_left_alone():
-    scheduler._wake(SimpleNamespace(), None, SimpleNamespace())  # type: ignore[arg-type]
+    scheduler._wake(SimpleNamespace(), None, SimpleNamespace(), replicas=True)  # type: ignore[arg-type]
 
 
 class Gate:

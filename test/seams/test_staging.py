@@ -146,7 +146,8 @@ def test_the_kv_pool_leaves_room_for_the_rows_of_two_passes(
     """Wherever SGLang sizes it, and on all stages: what it keeps beside KV it sizes on each."""
     monkeypatch.setattr(staging, "device_of", lambda _name: Recording())
     staging.stager.cache_clear()
-    flags(disagg={"language_only": True}, device={"device": "cuda"}, parallel={"pp_rank": stage})
+    alone = {"pp_rank": stage, "pp_size": 1, "pp_async_batch_depth": 0}
+    flags(disagg={"language_only": True}, device={"device": "cuda"}, parallel=alone)
     tower = SimpleNamespace(deepstack_visual_indexes=[8, 16, 24])
     model = SimpleNamespace(
         hidden_size=4096, dtype=torch.bfloat16, hf_config=SimpleNamespace(vision_config=tower)
@@ -161,6 +162,10 @@ def test_the_kv_pool_leaves_room_for_the_rows_of_two_passes(
         assert reserved(is_multimodal=False, mm_feature_transport=None) == 0.5
     flags(schedule={**schedule, "chunked_prefill_size": -1})  # no chunks
     assert staging.staged_bytes() == 1 << 30
+    for pp_size, depth, passes in ((2, 0, 2), (4, 0, 3), (4, 2, 5)):
+        flags(parallel={**alone, "pp_size": pp_size, "pp_async_batch_depth": depth})
+        assert staging.staged_bytes() == passes << 29
+    flags(parallel=alone)
     thinker = SimpleNamespace(vision_config=SimpleNamespace())
     model.hf_config = SimpleNamespace(thinker_config=thinker)
     assert staging.staged_bytes() == 1 << 28

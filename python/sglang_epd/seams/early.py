@@ -75,6 +75,8 @@ def parts(scheduler: Any, ranks: Ranks) -> Parts | None:
         # A decode server receives no KV of a part, and would keep what lies there in its tree.
         or get_disagg().disaggregation_mode == "decode"
         or get_disagg().enable_pd_role_switch
+        # What is prefilled beside decoding is nowhere that parts are looked for.
+        or get_disagg().enable_pdmux
         # A part would throw others out of their batch.
         or scheduler.enable_priority_preemption
     ):

@@ -87,12 +87,13 @@ def asks_prefix(parallel: Any, disable_radix_cache: bool) -> bool:
     return not disable_radix_cache and parallel.pp_size == 1
 
 
-def start(readers: int, receivers: int = 1) -> Receiver:
+def start(readers: int, receivers: int = 1, copies: int = 1) -> Receiver:
     """Start the receiver thread in this process, with the settings of this server.
 
     Args:
         readers: processes that read what arrives.
         receivers: of this server; each has an equal part of its memory for embeddings.
+        copies: of each embedding in use, on another host; they have a share of its memory too.
 
     Raises:
         ConfigError: the transfer engine cannot be used here.
@@ -107,7 +108,8 @@ def start(readers: int, receivers: int = 1) -> Receiver:
         tally = PrometheusTally(ReceiverMetrics())
     engine = mooncake.started(get_disagg().encoder_transfer_backend)
     rundir.claim()
-    budget_mb, kept_mb = settings.receive_budget_mb or share_mb(), settings.embedding_cache_mb
+    budget_mb = settings.receive_budget_mb or share_mb() // copies
+    kept_mb = settings.embedding_cache_mb
     kept_mb = budget_mb // 2 if kept_mb is None else kept_mb
     budget_mb, kept_mb = max(budget_mb // receivers, 1), kept_mb // receivers
     address = _reachable_address(get_serving().host, get_disagg().encoder_urls)

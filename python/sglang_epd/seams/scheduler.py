@@ -55,6 +55,8 @@ logger = logging.getLogger(__name__)
 # Data-parallel replicas start each for itself, and the one that receives may compile kernels for
 # all of them first, which takes SGLang up to twenty minutes. If it ends, so does the server.
 _CONNECT_S = 3600.0
+# A replica of attention waits so long for each of the others, which hear nothing of its requests.
+_REPLICA_POLL_MS = 10
 
 
 class SchedulerSeam:
@@ -238,7 +240,8 @@ def create_backend(
         secret, receive = relay.share(rundir.secret()), relay.receive
     else:
         if ranks.reader == 0:
-            receiving.start(ranks.readers)
+            # Hosts have as many of its ranks each.
+            receiving.start(ranks.readers, copies=ranks.readers if ranks.elsewhere else 1)
         claims = Claims(rundir.control_path(), ranks.first_in_group, ranks.group)
         arena, secret = claims.connect(_CONNECT_S), rundir.secret()
         receive = partial(arena.receive, reader=ranks.reader)
@@ -259,7 +262,8 @@ def create_backend(
                 streams=partial(_streams, scheduler),
             )
             prefix.Installed.leader = leader
-            _wake(scheduler.idle_sleeper, claims.socket, in_parts)
+            replicas = parallel.attn_dp_enabled
+            _wake(scheduler.idle_sleeper, claims.socket, in_parts, replicas=replicas)
     if parts is not None or parallel.pp_size == 1:
         gate = prefix.install(scheduler, leader, receive, parts)
     host = SimpleNamespace(scheduler=scheduler)
@@ -285,12 +289,31 @@ def create_backend(
     return SchedulerSeam(backend, leader, gate, staging.connect(arena), parts)
 
 
-def _wake(sleeper: Any, claims: zmq.Socket[bytes], in_parts: Early | None) -> None:
-    """Have an idle scheduler woken by what the receiver says, and by a part that pauses."""
+class _Brief:
+    """A scheduler's poller that sleeps no longer than this many milliseconds."""
+
+    def __init__(self, poller: Any, most_ms: float) -> None:
+        self._poller = poller
+        self._most_ms = most_ms
+
+    def poll(self, timeout_ms: float) -> Any:
+        return self._poller.poll(min(timeout_ms, self._most_ms))
+
+
+def _wake(
+    sleeper: Any, claims: zmq.Socket[bytes], in_parts: Early | None, *, replicas: bool
+) -> None:
+    """Have an idle scheduler woken by what the receiver says, and by a part that pauses.
+
+    Args:
+        replicas: whether it has to join in what other replicas run, of which no socket tells.
+    """
     # SGLang's Rust server brings a sleeper without a poller, which wakes once a second.
     if not hasattr(sleeper, "poller"):
         return
     sleeper.poller.register(claims, zmq.POLLIN)
+    if replicas:
+        sleeper.poller = _Brief(sleeper.poller, _REPLICA_POLL_MS)
     if in_parts is not None:
         sleeper.poller = early.Waking(sleeper.poller, in_parts)
 

@@ -26,7 +26,8 @@ from sglang_epd.transfer.arena import Arena
 
 logger = logging.getLogger(__name__)
 
-# Passes whose rows may be on the device: one that runs, and one that is launched meanwhile.
+# Passes whose rows may be on the device: one that runs, and one that is launched meanwhile. With
+# stages more are launched before the first has come through all of them.
 _PASSES = 2
 
 
@@ -91,12 +92,14 @@ def reserve(original: Any, *args: Any, **options: Any) -> float:
 def staged_bytes() -> int:
     """What the rows of passes in flight take at most, where every token is of a picture."""
     from sglang.srt.arg_groups.overrides import model_config_of
-    from sglang.srt.runtime_context import get_schedule, get_server_args
+    from sglang.srt.runtime_context import get_parallel, get_schedule, get_server_args
 
+    parallel = get_parallel()
+    passes = max(_PASSES, parallel.pp_size + parallel.pp_async_batch_depth - 1)
     schedule, model = get_schedule(), model_config_of(get_server_args())
     tokens = max(schedule.chunked_prefill_size or 0, 0) or schedule.max_prefill_tokens
     config = getattr(model.hf_config, "thinker_config", model.hf_config)
     tower = getattr(config, "vision_config", None)
     deepstack = getattr(tower, "deepstack_visual_indexes", None) or ()
     row_bytes = model.hidden_size * (1 + len(deepstack)) * torch.finfo(model.dtype).bits // 8
-    return _PASSES * tokens * row_bytes
+    return passes * tokens * row_bytes

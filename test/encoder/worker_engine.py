@@ -12,6 +12,7 @@ breaks          forward finds the engine broken
 fails@R         the same on rank R only; the other ranks meet it in vain and hang
 hangs           forward never ends
 odd@R           rank R lays it out differently
+strange         it is laid out with something that no message can hold
 """
 
 from __future__ import annotations
@@ -71,7 +72,9 @@ class FakeEngine:
             await asyncio.sleep(3600)
         rows = int(wishes.get("rows", "2")) + (f"odd@{self._rank}" in wishes)
         rows += "kept" in wishes and gc.get_freeze_count() > 0
-        extra = {"times": list(range(int(wishes.get("extra", "0"))))}
+        extra: dict[str, Any] = {"times": list(range(int(wishes.get("extra", "0"))))}
+        if "strange" in wishes:
+            extra["object"] = object()
         layout = Layout(modality, TensorSpec("float32", (rows, WIDTH)), [[1, 2, rows]], extra)
         return Prepared(layout, 4 * rows, (modality, WIDTH), (wishes, len(data)))
 
@@ -135,4 +138,10 @@ def create(options: dict[str, Any]) -> FakeEngine:
     if "sleeps" in options:
         Path(options["sleeps"]).touch()
         time.sleep(3600)
+    if "then_sleeps" in options:
+        # A file: the first start goes well, the second one hangs, the third goes well.
+        starts = Path(options["then_sleeps"])
+        starts.write_text(starts.read_text() + "." if starts.exists() else ".")
+        if len(starts.read_text()) == 2:
+            time.sleep(3600)
     return FakeEngine(options.get("rank", 0))

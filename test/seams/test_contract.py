@@ -147,8 +147,6 @@ plugins.hook_registry
 runtime_context
     seams/receiving: ParallelContext(tp_rank dp_rank pp_rank attn_tp_rank attn_cp_rank
         attn_dp_rank attn_tp_size attn_dp_enabled)
-server_args
-    encoder/model/engine: PortArgs(nccl_port)
 utils.common
     language/planner: ImageData(url detail content_hash)
 utils.video_decoder

@@ -64,6 +64,8 @@ class Budget:
             if more > 0 and (self._queue or more > self._free):
                 return False
             self._take(charge, more)
+            if more < 0:
+                self._changed.notify_all()
             return True
 
     def raise_to(self, charge: Charge, nbytes: int, deadline: float) -> None:

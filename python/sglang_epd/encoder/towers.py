@@ -130,14 +130,13 @@ def starts_of(
         ConfigError: flags that workers cannot be given.
     """
     from sglang.srt.runtime_context import get_device, get_parallel
-    from sglang.srt.server_args import PortArgs
     from sglang.srt.utils.common import maybe_reindex_device_id
-    from sglang.srt.utils.network import NetworkAddress
+    from sglang.srt.utils.network import NetworkAddress, get_free_port_below_ephemeral
 
     if server_args.nccl_port is not None:
         port = server_args.nccl_port + tower
     else:
-        port = undrawn(lambda: PortArgs.init_new(server_args).nccl_port)
+        port = undrawn(get_free_port_below_ephemeral)
     rendezvous = NetworkAddress("127.0.0.1", port).to_tcp()
     ranks = get_parallel().tp_size
     places = workers()

@@ -91,7 +91,10 @@ def send_now(end: socket.socket, message: msgspec.Struct, fds: Sequence[int] = (
         BlockingIOError: the socket does not block, and is full.
         OSError: the other end is gone.
     """
-    packet = _ENCODER.encode(message)
+    _send_packet(end, _ENCODER.encode(message), fds)
+
+
+def _send_packet(end: socket.socket, packet: bytes, fds: Sequence[int]) -> None:
     if len(packet) <= _PACKET_BYTES:
         socket.send_fds(end, [packet], fds)
         return
@@ -159,7 +162,7 @@ class Channel:
         self._received = received
         self._ended = ended
         self._loop = asyncio.get_running_loop()
-        self._unsent: deque[tuple[msgspec.Struct, list[int]]] = deque()
+        self._unsent: deque[tuple[bytes, list[int]]] = deque()
         self.closed = False
         end.setblocking(False)
         self._loop.add_reader(end.fileno(), self._readable)
@@ -173,11 +176,14 @@ class Channel:
         """Send a message, or keep it until the other end has room; never blocks.
 
         The descriptors are taken over. After the channel's end it goes nowhere.
+
+        Raises:
+            TypeError, ValueError: it has something that no message can.
         """
         if self.closed:
             close_all(fds)
             return
-        self._unsent.append((message, list(fds)))
+        self._unsent.append((_ENCODER.encode(message), list(fds)))
         if len(self._unsent) == 1:
             self._flush()
 
@@ -194,15 +200,16 @@ class Channel:
 
     def _flush(self) -> None:
         while self._unsent and not self.closed:
-            message, fds = self._unsent[0]
+            packet, fds = self._unsent[0]
             try:
-                send_now(self._end, message, fds)
+                _send_packet(self._end, packet, fds)
             except BlockingIOError:
                 self._loop.add_writer(self._end.fileno(), self._flush)
                 return
             except OSError as error:
                 if error.errno in _SHORT:
                     # Descriptors on their way are counted against this user's limit, too.
+                    self._loop.remove_writer(self._end.fileno())
                     self._loop.call_later(0.01, self._flush)
                     return
                 self._end_with(f"the other end is gone ({os.strerror(error.errno or 0)})")

@@ -223,7 +223,6 @@ runtime_context
     seams/early: get_schedule()
     encoder/server and seams/roles: publish(server_args role hf_config ranks)
 server_args
-    encoder/model/engine: PortArgs.init_new(server_args dp_rank worker_ports)
     encoder/towers: ServerArgs.resolve_once(self)
 session.session_controller
     seams/scheduler: SessionController.get(self session_id)
@@ -234,6 +233,7 @@ utils.common
     families/films: load_video(video_file use_gpu)
 utils.network
     encoder/model/engine: NetworkAddress.to_tcp(self)
+    encoder/model/engine and encoder/towers: get_free_port_below_ephemeral(low high attempts)
     encoder/server: NetworkAddress.to_url(self scheme)
     encoder/server and seams/receiving: get_local_ip_auto(fallback)
 utils.video_decoder

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import gc
 import math
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
@@ -24,7 +26,8 @@ from sglang_epd.encoder.model.engine import Engine, widen
 from sglang_epd.encoder.model.features import mark, moved
 from sglang_epd.encoder.pipeline.computations import Computations
 from sglang_epd.encoder.pipeline.scheduling import BatchBounds
-from sglang_epd.encoder.tower import Prepared
+from sglang_epd.encoder.tower import Prepared, TowerBrokenError
+from sglang_epd.errors import RequestCancelledError
 from sglang_epd.observability.encoder import EncoderMetrics
 from sglang_epd.wire.messages import Layout, TensorSpec
 
@@ -144,6 +147,59 @@ async def test_a_probe_waits_for_the_device_beside_the_event_loop() -> None:
     assert len(device.waited) == 2
     # Nor beside a pass, which may be capturing a graph.
     assert all(name.startswith("epd-tower") for name in device.waited)
+
+
+class Broken(LateDevice):
+    """Allocates nothing any more."""
+
+    def empty(self, shape: Iterable[int], dtype: torch.dtype) -> torch.Tensor:
+        raise RuntimeError("CUDA error: uncorrectable ECC error encountered")
+
+
+async def test_a_rank_whose_device_is_broken_before_a_pass_ends_its_tower() -> None:
+    """Its items would all fail as they are prepared, and a tower that has few items gets more."""
+    rank = Apart(Broken(0))
+    rank._alone = False
+    unforeseen: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    unforeseen.set_exception(RuntimeError("in a preparing thread"))
+    with pytest.raises(TowerBrokenError, match="fails at everything"):
+        await rank._breakage.watch(unforeseen)
+
+
+async def test_a_rank_whose_device_works_waits_for_no_other_rank() -> None:
+    device = Busy()
+    rank = Apart(device)
+    rank._alone = False
+    await rank._probe()
+    assert not device.waited, "other streams may wait for other ranks"
+
+
+async def test_what_nobody_wants_leaves_no_forgotten_error(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def stopped(*_: Any) -> Prepared:
+        entered.set()
+        goes_on.wait()
+        raise RequestCancelledError("it is no longer wanted")
+
+    entered, goes_on = threading.Event(), threading.Event()
+    engine: Any = Engine.__new__(Engine)
+    engine._device = LateDevice(0)
+    engine._breakage = Breakage(Apart(LateDevice(0))._probe)
+    decoding = contextlib.nullcontext()
+    decoding.stop = goes_on.set  # type: ignore[attr-defined]
+    engine._decoders = SimpleNamespace(begin=lambda _deadline: decoding)
+    engine._preparer = SimpleNamespace(prepare=stopped)
+    engine._preparing = ThreadPoolExecutor(1)
+    preparing = asyncio.create_task(engine.prepare("IMAGE", b""))
+    await asyncio.to_thread(entered.wait)
+    preparing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await preparing
+    engine._preparing.shutdown()
+    del preparing
+    gc.collect()
+    assert "never retrieved" not in caplog.text
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -1,8 +1,10 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import resource
+import socket
 
 import msgspec
 import pytest
@@ -32,6 +34,45 @@ async def test_a_message_that_no_descriptor_is_left_for_is_sent_later():
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
     await until(lambda: not end.unsent)
     assert packets.receive_now(theirs, decoder) == ("long" * 50_000, [])
+    end.close()
+    theirs.close()
+
+
+async def test_a_message_that_cannot_be_encoded_holds_up_no_other():
+    ours, theirs = packets.pair()
+    decoder = msgspec.msgpack.Decoder()
+    end = packets.Channel(ours, decoder, lambda *_: None, lambda _reason: None)
+    with pytest.raises(TypeError):
+        end.send({"x": object()})
+    end.send("next")
+    assert packets.receive_now(theirs, decoder) == ("next", [])
+    end.close()
+    theirs.close()
+
+
+async def test_a_channel_that_is_short_of_descriptors_does_not_spin(monkeypatch):
+    ours, theirs = packets.pair()
+    ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    decoder = msgspec.msgpack.Decoder()
+    end = packets.Channel(ours, decoder, lambda *_: None, lambda _reason: None)
+    while not end.unsent:
+        end.send("x" * 1000)
+    tries = []
+
+    def short(*_):
+        tries.append(1)
+        raise OSError(errno.EMFILE, "too many open files")
+
+    theirs.setblocking(False)
+    with monkeypatch.context() as patched:
+        patched.setattr(packets, "_send_packet", short)
+        with pytest.raises(BlockingIOError):  # there is room again
+            while True:
+                packets.receive_now(theirs, decoder)
+        await asyncio.sleep(0.2)
+    assert 1 <= len(tries) < 40
+    await until(lambda: not end.unsent)
+    assert packets.receive_now(theirs, decoder) == ("x" * 1000, [])
     end.close()
     theirs.close()
 

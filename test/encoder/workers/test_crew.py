@@ -25,6 +25,7 @@ from sglang_epd.cache import EmbeddingCache
 from sglang_epd.encoder.pipeline.computations import Computations
 from sglang_epd.encoder.pipeline.scheduling import BatchBounds
 from sglang_epd.encoder.tower import ProfileRequest, TowerLostError
+from sglang_epd.encoder.workers import crew
 from sglang_epd.encoder.workers.crew import Rank, Times, TowerStartError, WorkerTower
 from sglang_epd.errors import EncodeError, MediaError, ProtocolError
 from sglang_epd.observability.encoder import EncoderMetrics
@@ -268,6 +269,12 @@ async def test_ranks_that_may_be_out_of_step_are_started_again(make):
     assert tower.restarts == 3
 
 
+async def test_an_item_that_cannot_be_told_of_fails_alone(tower):
+    with pytest.raises(EncodeError):
+        await tower.prepare("IMAGE", b"strange")
+    await embed(tower, b"rows=1")
+
+
 async def test_ranks_that_prepare_differently_are_an_error(tower):
     if len(tower.pids) == 1:
         return
@@ -365,6 +372,19 @@ async def test_a_start_that_keeps_failing_is_tried_again_later(make, tmp_path, c
     assert "cannot be started again: vision worker 0" in caplog.text
     assert "not the second time" in caplog.text
     await tower.prepare("IMAGE", b"rows=1")
+
+
+async def test_a_start_that_hangs_is_given_up_sooner_than_the_first(
+    make, tmp_path, monkeypatch, caplog
+):
+    monkeypatch.setattr(crew, "_LEAST_START_S", 1.0)
+    tower = await make(then_sleeps=str(tmp_path / "starts"))
+    assert 1 <= tower._start_s < TIMES.start_s
+    tower._start_s = 15.0
+    os.kill(tower.pids[0], signal.SIGKILL)
+    await until(lambda: not tower.alive)
+    await until(lambda: tower.alive)
+    assert "not ready after 15 s" in caplog.text
 
 
 @pytest.mark.parametrize(

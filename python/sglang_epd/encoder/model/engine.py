@@ -128,8 +128,7 @@ class Engine:
         from sglang.srt.disaggregation.encoder import server
         from sglang.srt.environ import envs
         from sglang.srt.runtime_context import get_device, get_mm
-        from sglang.srt.server_args import PortArgs
-        from sglang.srt.utils.network import NetworkAddress
+        from sglang.srt.utils.network import NetworkAddress, get_free_port_below_ephemeral
 
         cores = max(1, len(os.sched_getaffinity(0)) // share)
         device = get_device().device
@@ -138,7 +137,7 @@ class Engine:
         sys.setswitchinterval(_SWITCH_S)
         keep_freed()
         if rendezvous is None:
-            port = PortArgs.init_new(server_args).nccl_port
+            port = server_args.nccl_port or get_free_port_below_ephemeral()
             rendezvous = NetworkAddress("127.0.0.1", port).to_tcp()
         architecture = model_config_of(server_args).hf_config.architectures[0]
         family = family_of(architecture)
@@ -225,6 +224,8 @@ class Engine:
             while not prepared.done():  # its place is free when its thread is
                 with contextlib.suppress(asyncio.CancelledError):
                     await asyncio.wait([prepared])
+            if not prepared.cancelled():
+                prepared.exception()  # of no interest any more, and would be logged as forgotten
             raise
 
     @property
@@ -242,7 +243,7 @@ class Engine:
             if len(passes) > 1:
                 long = self._forward_long(batch[0].layout.embedding, passes, tell)
                 return [await self._breakage.watch(long)]
-        return await self._breakage.watch(in_time(self._forward_once(batch), STUCK_S))
+        return await self._breakage.watch(self._forward_once(batch))
 
     @cached_property
     def _turn(self) -> AbstractAsyncContextManager[None]:
@@ -287,13 +288,16 @@ class Engine:
     async def _forward_once(self, batch: Sequence[Prepared]) -> list[torch.Tensor]:
         loop = asyncio.get_running_loop()
         if self._copies is None:
-            return await loop.run_in_executor(self._tower, self._forward, batch)
-        async with self._turn:
-            launched = await loop.run_in_executor(
+            running = loop.run_in_executor(self._tower, self._forward, batch)
+            return await in_time(running, STUCK_S)
+        async with self._turn:  # which a long video before it may have for many passes
+            launching = loop.run_in_executor(
                 self._tower, self._copies.launch, lambda: self._run(batch)
             )
+            launched = await in_time(launching, STUCK_S)
         rows = [prepared.layout.tokens for prepared in batch]
-        return await loop.run_in_executor(self._lander, self._copies.land, launched, rows)
+        landing = loop.run_in_executor(self._lander, self._copies.land, launched, rows)
+        return await in_time(landing, STUCK_S)
 
     def discard(self, prepared: Prepared) -> None:
         pass
@@ -343,17 +347,23 @@ class Engine:
 
     async def _probe(self) -> None:
         """Succeeds unless the tower fails at everything."""
-        if not self._alone:
-            return  # one rank would wait for the others in a pass; all of them end in any case
 
         def settle() -> None:
-            # A failed batch leaves it, and the batch's halves may need it in other pieces.
-            self._device.empty_cache()
-            self._device.synchronize()
+            if self._alone:
+                # A failed batch leaves it, and the batch's halves may need it in other pieces.
+                self._device.empty_cache()
+                self._device.synchronize()
+                return
+            # Other work of the device may wait for what other ranks have yet to queue.
+            stream = self._device.stream()
+            with self._device.use(stream):
+                self._device.empty([1], torch.uint8).fill_(0)
+            stream.record_event().synchronize()
 
         # In the tower's thread: a wait for the device in another one ends a graph's capture.
         await asyncio.get_running_loop().run_in_executor(self._tower, settle)
-        if IMAGE in self.modalities:
+        # One rank would wait for the others in a pass.
+        if self._alone and IMAGE in self.modalities:
             await self._run_own_picture()
 
     def _queue_passes(self) -> None:

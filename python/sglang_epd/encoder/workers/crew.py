@@ -20,6 +20,7 @@ import itertools
 import logging
 import math
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -56,6 +57,10 @@ logger = logging.getLogger(__name__)
 
 # Media up to this are written on the event loop itself.
 _SMALL_BYTES = 256 << 10
+# A start again, in times of the first one, and at least so many seconds.
+_STARTS, _LEAST_START_S = 4.0, 120.0
+# The kernel ends a process within that, unless it waits for a device or a file system.
+_KILLED_S = 10.0
 
 
 class TowerStartError(RuntimeError):
@@ -67,7 +72,8 @@ class Times:
     """Bounds on a tower's processes, in seconds.
 
     Attributes:
-        start_s: for loading the model and warming it up.
+        start_s: for loading the model and warming it up; when it is started again, four times
+            what it took, and two minutes at least.
         ping_s: how often a worker is asked whether it is there.
         silence_s: a worker that says nothing for so long while it is asked is lost. It
             answers beside its forward passes, so this is not a bound on those.
@@ -126,6 +132,7 @@ class WorkerTower:
         self._factory = factory
         self._ranks = ranks
         self._times = times or Times()
+        self._start_s = self._times.start_s
         self._crew: _Crew | None = None
         self._keeper: asyncio.Task[None] | None = None
 
@@ -146,7 +153,10 @@ class WorkerTower:
             TowerStartError: one of them failed, died, or took longer than `start_s`.
         """
         assert self._keeper is None, "started already"
+        began = time.monotonic()
         await self._bring_up()
+        took = time.monotonic() - began
+        self._start_s = min(self._start_s, max(_LEAST_START_S, _STARTS * took))
         self._keeper = asyncio.create_task(self._keep_up())
 
     async def close(self) -> None:
@@ -200,7 +210,7 @@ class WorkerTower:
     async def _bring_up(self) -> None:
         crew = _Crew(self.name, self._times)
         try:
-            ready = await crew.start(self._ranks(), self._factory)
+            ready = await crew.start(self._ranks(), self._factory, self._start_s)
         except BaseException as error:
             statuses = await crew.close(0.0)
             if isinstance(error, TowerLostError):
@@ -217,8 +227,9 @@ class WorkerTower:
             assert self._crew is not None
             began = time.monotonic()
             reason = await self._crew.watch()
+            logger.error("%s is lost: %s", self.name, reason)
             statuses = await self._crew.close(0.0)
-            logger.error("%s is lost: %s (exit %s)", self.name, reason, statuses)
+            logger.info("%s is started again; its workers ended with %s", self.name, statuses)
             if time.monotonic() - began > self._times.restart_most_s:
                 pause = self._times.restart_s
             self._crew = None
@@ -294,8 +305,11 @@ class _Crew:
     def pids(self) -> tuple[int, ...]:
         return tuple(process.pid for process in self._processes)
 
-    async def start(self, ranks: Sequence[Rank], factory: str) -> Ready:
+    async def start(self, ranks: Sequence[Rank], factory: str, limit_s: float) -> Ready:
         """Start the processes; rank 0's description, when all ranks are ready.
+
+        Args:
+            limit_s: that they may take.
 
         Raises:
             OSError: a process could not be started.
@@ -304,10 +318,9 @@ class _Crew:
         for number, rank in enumerate(ranks):
             self._spawn(number, rank, factory)
         signs: list[asyncio.Future[Any]] = [self._up, self.lost]
-        limit = self._times.start_s
-        await asyncio.wait(signs, timeout=limit, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait(signs, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
         if not self._up.done():
-            self.lose(f"not ready after {limit:.0f} s")
+            self.lose(f"not ready after {limit_s:.0f} s")
         if self.lost.done():
             raise TowerLostError(self.lost.result())
         held = sum(ready.weights_bytes for ready in self._ready.values())
@@ -499,4 +512,8 @@ def _end(process: subprocess.Popen[bytes], grace_s: float) -> int:
         return process.wait(grace_s)
     except subprocess.TimeoutExpired:
         process.kill()
-        return process.wait()
+    try:
+        return process.wait(_KILLED_S)
+    except subprocess.TimeoutExpired:
+        logger.error("pid %d outlives SIGKILL: its device, or a file system, hangs", process.pid)
+        return -signal.SIGKILL

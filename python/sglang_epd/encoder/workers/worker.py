@@ -110,12 +110,12 @@ class Worker:
             prepared = await self._engine.prepare(
                 message.modality, data, message.deadline, message.options
             )
+            group = repr(prepared.group)
+            self._channel.send(Laid(message.call, prepared.layout, prepared.patches, group))
         except Exception as error:
             self._channel.send(_failure(message.call, error))
-            return
-        self._items[message.item] = prepared
-        group = repr(prepared.group)
-        self._channel.send(Laid(message.call, prepared.layout, prepared.patches, group))
+        else:
+            self._items[message.item] = prepared
 
     async def _forward(self, message: Forward) -> None:
         try:

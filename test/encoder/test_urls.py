@@ -336,6 +336,34 @@ async def test_who_joined_a_fetch_that_makes_way_fetches_for_itself(
         await reader.close()
 
 
+async def test_who_would_join_a_fetch_in_anothers_queue_fetches_for_itself(
+    metrics, site: Site
+) -> None:
+    """Of a request's many, half at most are under way: the rest would hold others up."""
+    intake = Intake(Admission(1, 1 << 30))
+    async with MediaFetcher(local_limits(total_timeout_s=PATIENCE_S), concurrency=4) as fetcher:
+        reader = UrlReader(fetcher, UrlMemory(8), metrics)
+
+        def ask(path: str, owner: int) -> asyncio.Task[Content]:
+            return asyncio.create_task(
+                reader.read(
+                    MediaSource(url=site.url + path),
+                    in_seconds(PATIENCE_S),
+                    lambda _digest: False,
+                    Arrival(intake, (owner, 0)),
+                )
+            )
+
+        site.gate.clear()
+        album = [ask(f"/{name}", 0) for name in "abcd"]
+        await until(lambda: len(site.asked) == 2)
+        other = ask("/d", 1)
+        await until(lambda: len(site.asked) == 3)
+        assert sorted(site.asked) == ["/a", "/b", "/d"], "it is in nobody's queue"
+        site.gate.set()
+        assert {(await one).digest for one in [other, *album]} == {digest(BODY)}
+
+
 async def test_what_is_for_one_is_not_shared(ask: Asker, site: Site) -> None:
     site.headers = [("Cache-Control", "no-store")]
     answers = await asyncio.gather(*(ask() for _ in range(5)))

@@ -49,6 +49,22 @@ def test_sounds_that_are_read_here_pass(container: str) -> None:
 
 
 @pytest.mark.parametrize(
+    "tags",
+    [
+        b"ID3\4\0\0\0\0\0\3abc",
+        b"ID3\4\0\0\0\0\0\0" * 3,
+        b"ID3\4\0\x10\0\0\0\0" + b"3DI\4\0\x10\0\0\0\0",
+        b"ID3\4\0\0\0\0\0\0" + bytes(2000),
+    ],
+    ids=["one", "several", "with a footer", "and padding"],
+)
+def test_tags_before_a_sound_are_skipped_as_ffmpeg_skips_them(tags: bytes) -> None:
+    data = clips.audio(container="MP3")
+    assert not data.startswith(b"ID3")
+    check_audio(tags + data, LIMITS)
+
+
+@pytest.mark.parametrize(
     ("data", "reason"),
     [
         (b"", "empty"),

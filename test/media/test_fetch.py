@@ -3,17 +3,20 @@ from __future__ import annotations
 import asyncio
 import base64
 import gzip
+import itertools
 import os
 import resource
 import socket
 import ssl
 import time
+import tracemalloc
 import zlib
 from collections.abc import Callable
 from pathlib import Path
 
 import aiohttp
 import pytest
+import requests
 from aiohttp import web
 from aiohttp.abc import AbstractResolver, ResolveResult
 
@@ -34,6 +37,7 @@ from sglang_epd.media import (
     MediaSource,
     digest,
 )
+from sglang_epd.media.fetch import _unpacked
 from sglang_epd.media.limits import NO_LIMIT
 from sglang_epd.media.slots import Account
 from waiting import until
@@ -464,6 +468,65 @@ async def test_a_full_fetcher_waits_inside_the_deadline(serve: Serve) -> None:
             await waiting
 
 
+async def test_a_host_is_one_however_it_is_written() -> None:
+    async with (
+        raw_server(hang) as slow,
+        MediaFetcher(local_limits(total_timeout_s=0.3), per_host=2) as fetcher,
+    ):
+        port = slow.rpartition(":")[2]
+        named = [
+            f"http://127.0.0.1:{port}",
+            f"http://127.0.0.1:0{port}",
+            f"http://x@127.0.0.1:{port}",
+        ]
+        waiting = [
+            asyncio.create_task(fetcher.fetch(MediaSource(url=url), in_seconds(5))) for url in named
+        ]
+        await asyncio.sleep(0.1)
+        (share,) = fetcher._slots.hosts.values()
+        assert (share.held, share.waiting) == (2, 1) or share.waiting
+        await asyncio.gather(*waiting, return_exceptions=True)
+
+
+@pytest.mark.parametrize(
+    ("written", "sent"),
+    [
+        ("/a%2fb/c.png?acl=%2f*&exp=1%3A2", "/a%2Fb/c.png?acl=%2F*&exp=1%3A2"),
+        ("/a b/\N{SNOWMAN}.png?q=\N{SNOWMAN}+%20", "/a%20b/%E2%98%83.png?q=%E2%98%83+%20"),
+        ("/100%.png?x=5%", "/100%25.png?x=5%25"),
+        ("?x=1#part", "/?x=1"),
+        ("/a;b=1/(c)'d'?y=~!$&x[]={}", "/a;b=1/(c)'d'?y=~!$&x%5B%5D=%7B%7D"),
+    ],
+)
+@pytest.mark.parametrize("redirected", [False, True])
+async def test_a_url_is_asked_for_as_it_is_written(
+    serve: Serve, written: str, sent: str, redirected: bool
+) -> None:
+    """And as a colocated server asks: some hosts sign the text of it."""
+    asked: list[str] = []
+
+    async def handle(request: web.Request) -> web.Response:
+        asked.append(request.raw_path)
+        if redirected and len(asked) == 1:
+            return web.Response(status=302, headers={"Location": url + written})
+        return web.Response(body=BODY)
+
+    url = await serve(handle)
+    if redirected and not written.isascii():
+        return  # a header has no such characters
+    await fetch(url + "/first" if redirected else url + written)
+    assert asked[-1] == sent
+    await asyncio.to_thread(requests.get, url + written, timeout=5)
+    assert asked[-1] == sent
+
+
+async def test_an_answer_may_have_long_fields(serve: Serve) -> None:
+    async def handle(_request: web.Request) -> web.Response:
+        return web.Response(body=BODY, headers={"Content-Security-Policy": "x" * 20_000})
+
+    assert (await fetch(await serve(handle))).data == BODY
+
+
 async def test_a_slow_host_delays_only_its_own(serve: Serve) -> None:
     url = await serve(give_body)
     async with (
@@ -580,6 +643,8 @@ BARE_BODY = BARE.compress(BODY) + BARE.flush()
         ("deflate", zlib.compress(BODY)),
         ("deflate", BARE_BODY),
         ("aws-chunked", BODY),  # a label that object stores leave behind
+        ("gzip", gzip.compress(BODY[:100], mtime=0) + gzip.compress(BODY[100:], mtime=0)),
+        ("gzip", gzip.compress(BODY, mtime=0) + b"padding"),
     ],
 )
 async def test_packed_bodies_are_unpacked(serve: Serve, encoding: str, body: bytes) -> None:
@@ -609,6 +674,20 @@ async def test_bombs_and_unreadable_encodings(
 ) -> None:
     with pytest.raises(kind, match=reason):
         await fetch(await serve(packed(encoding, body)), local_limits(max_bytes=1 << 20))
+
+
+def test_no_more_is_copied_of_a_packed_body_than_is_unpacked() -> None:
+    """zlib copies what is left of its input each time that it stops."""
+    packing = zlib.compressobj(wbits=31)
+    bomb = packing.compress(bytes(16 << 20)) + packing.flush(zlib.Z_FULL_FLUSH)
+    body = bomb + os.urandom(8 << 20)
+    parts = _unpacked(body, zlib.MAX_WBITS | 32)
+    tracemalloc.start()
+    try:
+        assert sum(map(len, itertools.islice(parts, 15))) == 15 << 20
+        assert tracemalloc.get_traced_memory()[1] < 4 << 20
+    finally:
+        tracemalloc.stop()
 
 
 class Asked(Account):

@@ -67,6 +67,18 @@ async def test_names_of_one_domain_have_a_share_of_the_threads(names: Names) -> 
         assert await resolver.resolve("good.evil.example")
 
 
+async def test_a_domain_under_a_countrys_is_one_of_many(names: Names) -> None:
+    resolver = SystemResolver(threads=4, look_up=names)
+    held = await hang(resolver, names, ["hang1.evil.co.uk", "hang2.evil.co.uk"])
+    with pytest.raises(OSError, match="too many look-ups"):
+        await resolver.resolve("hang3.evil.co.uk")
+    async with asyncio.timeout(PATIENCE_S):
+        assert await resolver.resolve("good.co.uk")
+        assert await resolver.resolve("www.good.co.uk")
+        names.release.set()
+        await asyncio.gather(*held, return_exceptions=True)
+
+
 async def test_a_known_name_keeps_its_addresses_while_all_threads_are_taken(names: Names) -> None:
     resolver = SystemResolver(threads=2, look_up=names)
     known = await resolver.resolve("good.example")

@@ -14,14 +14,14 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from yarl import URL
-
 from sglang_epd.cache.urls import UrlMemory, name_of
 from sglang_epd.errors import MediaError
-from sglang_epd.media import Arrival, FetchedMedia, Fetcher, MediaSource, reading_until
+from sglang_epd.media import Arrival, FetchedMedia, Fetcher, MediaSource, parse, reading_until
 from sglang_epd.observability.encoder import EncoderMetrics
 
 _CREDENTIALS = "credentials"
+# A fetch that has a turn of its own begins within that.
+_BEGIN_S = 0.1
 
 
 @dataclass(frozen=True)
@@ -48,6 +48,17 @@ class _Flight:
     askers: int = 0
     # Whether an uncacheable response was already given to one caller.
     taken: bool = False
+
+    async def goes_on(self, arrival: Arrival) -> bool:
+        """Whether it is of the same request, or has begun, or does within a moment."""
+
+        def goes_on() -> bool:
+            ours = self.arrival.owner == arrival.owner
+            return ours or self.arrival.nbytes > 0 or self.task.done()
+
+        if not goes_on():
+            await asyncio.wait([self.task], timeout=_BEGIN_S)
+        return goes_on()
 
 
 class UrlReader:
@@ -117,8 +128,8 @@ class UrlReader:
     def _rememberable(self, text: str) -> str | None:
         """The URL as it is asked for; None where nothing may be remembered of it."""
         try:
-            url = URL(text)
-        except ValueError:  # its fault is reported where it is read
+            url = parse(text)
+        except MediaError:  # its fault is reported where it is read
             return None
         if url.scheme not in ("http", "https"):
             return None
@@ -127,10 +138,16 @@ class UrlReader:
             return None
         return str(url.with_fragment(None))
 
-    async def _share(self, source: MediaSource, url: str, arrival: Arrival) -> FetchedMedia:
-        """Fetch a URL, or wait for the fetch in flight, unless its answer is not for several."""
+    async def _share(
+        self, source: MediaSource, url: str, arrival: Arrival, *, join: bool = True
+    ) -> FetchedMedia:
+        """Fetch a URL, or wait for the fetch in flight, unless its answer is not for several.
+
+        Args:
+            join: whether a fetch in flight will do.
+        """
         name = name_of(url)
-        flight = self._flights.get(name)
+        flight = self._flights.get(name) if join else None
         joined = flight is not None
         if flight is None:
             shared = arrival.beside()
@@ -138,12 +155,14 @@ class UrlReader:
             flight = self._flights[name] = _Flight(name, asking, shared)
             flight.task.add_done_callback(lambda _task: self._land(flight))
         flight.askers += 1
-        gave_way = False
+        waits = gave_way = False
         try:
-            media = await asyncio.shield(flight.task)
-            alone = flight.taken and not media.trail.shared
-            if not alone:
-                arrival.share(flight.arrival)
+            waits = joined and not await flight.goes_on(arrival)
+            if not waits:
+                media = await asyncio.shield(flight.task)
+                alone = flight.taken and not media.trail.shared
+                if not alone:
+                    arrival.share(flight.arrival)
         except MediaError as error:
             gave_way = joined and error.reason == "slow"
             if not gave_way:
@@ -155,6 +174,9 @@ class UrlReader:
             if not flight.askers:
                 flight.task.cancel()
                 self._land(flight)  # later callers must not wait for its end
+        if waits:
+            # In the turn of the request that began it, which may have many.
+            return await self._share(source, url, arrival, join=False)
         if gave_way:
             # For the many fetches of the request that began it.
             return await self._share(source, url, arrival)

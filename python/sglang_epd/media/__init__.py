@@ -13,7 +13,7 @@ from sglang_epd.media.container import (
     check_video,
 )
 from sglang_epd.media.fetch import MediaFetcher
-from sglang_epd.media.fetcher import FetchedMedia, Fetcher, reading_until
+from sglang_epd.media.fetcher import FetchedMedia, Fetcher, parse, reading_until
 from sglang_epd.media.fetching import FetchingProcess
 from sglang_epd.media.freshness import Step, Trail
 from sglang_epd.media.intake import Age, Arrival, FetchBounds, Intake
@@ -55,6 +55,7 @@ __all__ = [
     "digest",
     "display",
     "image_size",
+    "parse",
     "parse_content_hash",
     "parse_source",
     "reading_until",

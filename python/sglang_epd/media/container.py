@@ -21,6 +21,7 @@ _EBML = b"\x1a\x45\xdf\xa3"
 # further than the first NUL.
 _POINTERS = re.compile(rb"<mpd|<compositionplaylist|c=in ip|#extm3u|ffconcat", re.IGNORECASE)
 _SOUND = re.compile(rb"RIFF....WAVE|RF64....WAVE|fLaC|OggS|\xff[\xe2-\xef\xf2-\xff]", re.DOTALL)
+_ZEROS = re.compile(rb"\0{0,65536}")
 # From a picture every three hours to the fastest cameras.
 _SLOWEST, _FASTEST = 1e-4, 1e5
 
@@ -55,8 +56,8 @@ def check_audio(data: bytes, limits: MediaLimits) -> None:
         MediaError: it is none of these files.
     """
     _check_bytes("audio", data, limits)
-    # FFmpeg skips a tag in front, and takes the rest for any format that it resembles.
-    if not _SOUND.match(data, _after_tag(data)):
+    # FFmpeg skips tags in front, and takes the rest for any format that it resembles.
+    if not _SOUND.match(data, _after_tags(data)):
         raise MediaError("not an audio file that is read here: WAV, FLAC, MP3 and Ogg are")
 
 
@@ -67,14 +68,17 @@ def _check_bytes(kind: str, data: bytes, limits: MediaLimits) -> None:
         raise MediaError(f"the {kind} is empty")
 
 
-def _after_tag(data: bytes) -> int:
-    """Where an ID3 tag (its size is 28 bits, seven a byte), if there is one, ends."""
-    if not data.startswith(b"ID3") or len(data) < 10:
-        return 0
-    size = 0
-    for byte in data[6:10]:
-        size = size << 7 | byte & 0x7F
-    return 10 + size
+def _after_tags(data: bytes) -> int:
+    """Where ID3 tags end (a size is 28 bits, seven a byte), and zeros behind the last one."""
+    at = 0
+    while data.startswith(b"ID3", at) and len(data) >= at + 10:
+        size = 0
+        for byte in data[at + 6 : at + 10]:
+            size = size << 7 | byte & 0x7F
+        has_footer = data[at + 5] & 0x10
+        at += 10 + size + (10 if has_footer else 0)
+    zeros = _ZEROS.match(data, at) if at else None
+    return zeros.end() if zeros else at
 
 
 class VideoFacts(msgspec.Struct, frozen=True, tag="opened"):

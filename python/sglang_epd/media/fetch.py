@@ -16,11 +16,12 @@ import socket
 import time
 import weakref
 import zlib
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, Self
-from urllib.parse import urlsplit
+from urllib.parse import urljoin
 
 import aiohttp
 from aiohttp.abc import AbstractResolver
@@ -46,10 +47,15 @@ from sglang_epd.media.source import MediaSource, display
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
 _UNREADABLE_ENCODINGS = frozenset({"br", "zstd", "compress", "x-compress"})
 _ZLIB_ENCODINGS = frozenset({"gzip", "x-gzip", "deflate"})
+_GZIP = b"\x1f\x8b"
 # Asked for before anything is read, and the least that is asked for then.
 _FIRST_BYTES = 64 << 10
-# A packed body is unpacked in steps of so much.
+# A packed body is unpacked in steps of so much, from pieces of so much: zlib copies what is left
+# of a piece at each step.
 _STEP_BYTES = 1 << 20
+_PIECE_BYTES = 64 << 10
+# Of one field of an answer, and of a line of it. A socket reads 64 KiB of them (`GuardedSocket`).
+_FIELD_BYTES = 32 << 10
 # Chunks that aiohttp parses in one go: a sixteenth of this (`StreamReader`).
 _BUFFER_BYTES = 64 << 10
 # A chunked body has at most so many chunks, and one more for each so many bytes. Each costs the
@@ -126,6 +132,8 @@ class MediaFetcher(Fetcher):
             auto_decompress=False,
             trust_env=False,
             read_bufsize=_BUFFER_BYTES,
+            max_line_size=_FIELD_BYTES,
+            max_field_size=_FIELD_BYTES,
         )
         return self
 
@@ -155,6 +163,7 @@ class MediaFetcher(Fetcher):
 
     async def _read(self, url: str, turn: Turn) -> bytes:
         """A local file, whose mount may be slow."""
+        turn.rated = False
         loop = asyncio.get_running_loop()
         file = await loop.run_in_executor(self._files, open_local, url, self._limits)
         try:
@@ -169,8 +178,9 @@ class MediaFetcher(Fetcher):
     ) -> AbstractAsyncContextManager[Turn]:
         """A slot, and the time that one item may take."""
         try:
-            host = urlsplit(source.url or "").netloc.rpartition("@")[2].lower()
-        except ValueError:  # its fault is reported where it is read
+            url = parse(source.url or "")
+            host = f"{(url.raw_host or '').rstrip('.')}:{url.port}"
+        except MediaError:  # its fault is reported where it is read
             host = ""
         limit_s = self._limits.total_timeout_s
         return self._slots.turn(host, display(source), limit_s, account or Account())
@@ -271,24 +281,51 @@ class MediaFetcher(Fetcher):
         is_bare = encoding == "deflate" and not (
             len(body) > 1 and body[0] & 0x0F == 8 and int.from_bytes(body[:2]) % 31 == 0
         )
-        stream = zlib.decompressobj(-zlib.MAX_WBITS if is_bare else zlib.MAX_WBITS | 32)
-        rest = body
+        parts = _unpacked(body, -zlib.MAX_WBITS if is_bare else zlib.MAX_WBITS | 32)
         with io.BytesIO() as data:
-            while not stream.eof:
+            while True:
                 # Packed a thousandfold, a small body is much memory, and work for a thread.
-                room = min(_STEP_BYTES, limit + 1 - data.tell())
-                await turn.grow(len(body) + data.tell() + room)
+                await turn.grow(len(body) + data.tell() + _STEP_BYTES)
                 try:
-                    part = await asyncio.to_thread(stream.decompress, rest, room)
+                    part = await asyncio.to_thread(next, parts, None)
                 except zlib.error:
                     raise MediaError(f"{host} sent a damaged {encoding} body") from None
-                rest = stream.unconsumed_tail
+                except EOFError:
+                    raise MediaError(f"{host} sent a truncated {encoding} body") from None
+                if part is None:
+                    return data.getvalue()
                 data.write(part)
                 if data.tell() > limit:
                     raise too_large(f"unpacked media from {host}", limit)
-                if not part and not rest:
-                    raise MediaError(f"{host} sent a truncated {encoding} body")
-            return data.getvalue()
+
+
+def _unpacked(body: bytes, window: int) -> Iterator[bytes]:
+    """A packed body's content, in parts of `_STEP_BYTES` at most; several members are one.
+
+    Args:
+        window: as of `zlib.decompressobj`.
+
+    Raises:
+        zlib.error: it is damaged.
+        EOFError: it ends early.
+    """
+    packed, at = memoryview(body), 0
+    while True:
+        stream = zlib.decompressobj(window)
+        while not stream.eof:
+            piece: bytes | memoryview = stream.unconsumed_tail
+            if not piece:
+                piece = packed[at : at + _PIECE_BYTES]
+                at += len(piece)
+            part = stream.decompress(piece, _STEP_BYTES)
+            if part:
+                yield part
+            elif not piece:
+                raise EOFError
+        at -= len(stream.unused_data)
+        # Behind the last one there may be anything.
+        if not body.startswith(_GZIP) or packed[at : at + 2] != _GZIP:
+            return
 
 
 class _AddressRefused(OSError):
@@ -300,10 +337,10 @@ def _redirect_target(url: URL, response: aiohttp.ClientResponse) -> URL:
     if not location:
         raise MediaError(f"HTTP {response.status} from {url.raw_host} without a Location")
     try:
-        target = url.join(URL(location))
+        target = parse(urljoin(str(url), location))
         # Credentials were for the first host, and a Location may not bring its own.
         return target.with_user(None) if target.raw_host else target
-    except ValueError:
+    except (ValueError, MediaError):
         raise MediaError(f"{url.raw_host} redirects to a malformed URL") from None
 
 

@@ -129,6 +129,7 @@ class Intake:
         self._order = itertools.count()
         # Bytes of fetched items, by owner.
         self._held: Counter[int] = Counter()
+        self._fetched = 0
         self.over: Arrival | None = None
 
     @contextmanager
@@ -194,13 +195,14 @@ class Intake:
 
     def _permits(self, arrival: Arrival, nbytes: int) -> bool:
         more, bounds = nbytes - arrival.nbytes, self._bounds
-        free = min(bounds.max_fetched_bytes - self._held.total(), bounds.max_bytes - bounds.nbytes)
+        free = min(bounds.max_fetched_bytes - self._fetched, bounds.max_bytes - bounds.nbytes)
         return self._held[arrival.owner] + more <= free
 
     def count(self, arrival: Arrival, nbytes: int) -> None:
         more = nbytes - arrival.nbytes
         arrival.nbytes = nbytes
         self._bounds.nbytes += more
+        self._fetched += more
         self._held[arrival.owner] += more
         if not self._held[arrival.owner]:
             del self._held[arrival.owner]

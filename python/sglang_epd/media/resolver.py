@@ -17,6 +17,10 @@ from sglang_epd.media.slots import Shares
 _THREADS = 512
 _WAIT_S = 2.0
 _KNOWN_NAMES = 4096
+# Under these some countries have names registered.
+_SECOND_LEVEL = frozenset(
+    ["ac", "co", "com", "edu", "go", "gob", "gouv", "gov", "ne", "net", "nom", "or", "org"]
+)
 # What a name server has said, as against none that answers.
 _NO_SUCH_NAME = {socket.EAI_NONAME, socket.EAI_NODATA}
 
@@ -25,10 +29,10 @@ class SystemResolver(AbstractResolver):
     """The system's resolver (`getaddrinfo`), each look-up in a thread that nothing waits for.
 
     A look-up cannot be called off: one at a name server that never answers holds its thread
-    for up to half a minute, long after its fetch has given up. Domains (the last two
-    labels of names) share the threads, and a name has one look-up at a time. A name that was
-    found before keeps its addresses while all threads are taken, or name servers fail or take
-    more than two seconds; another cannot be resolved if it finds no thread in as long.
+    for up to half a minute, long after its fetch has given up. Domains (the last two labels of
+    names, three of `example.co.uk`) share the threads, and a name has one look-up at a time. A
+    name that was found before keeps its addresses while all threads are taken, or name servers
+    fail or take more than two seconds; another cannot be resolved if it finds no thread in as long.
 
     Args:
         threads: look-ups at a time.
@@ -99,9 +103,8 @@ class SystemResolver(AbstractResolver):
         return await asyncio.shield(look)
 
     async def _find(self, host: str, port: int, family: int) -> list[Any]:
-        domain = ".".join(host.rstrip(".").lower().split(".")[-2:])
         try:
-            async with asyncio.timeout(_WAIT_S) as patience, self._threads.of(domain):
+            async with asyncio.timeout(_WAIT_S) as patience, self._threads.of(_domain(host)):
                 patience.reschedule(None)
                 found = await self._in_a_thread(host, port, family)
         except TimeoutError:
@@ -132,6 +135,13 @@ class SystemResolver(AbstractResolver):
 
         threading.Thread(target=run, name="media-dns", daemon=True).start()
         return await answer
+
+
+def _domain(host: str) -> str:
+    """What one owner has, as a rule."""
+    labels = host.rstrip(".").lower().split(".")
+    of_country = len(labels) > 2 and len(labels[-1]) == 2 and labels[-2] in _SECOND_LEVEL
+    return ".".join(labels[-3 if of_country else -2 :])
 
 
 def _look_up(host: str, port: int, family: int) -> list[Any]:

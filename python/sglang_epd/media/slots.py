@@ -39,6 +39,7 @@ class Turn:
         account: the request that it counts against.
         nbytes: that have arrived.
         gave_way: whether it was given up for others.
+        rated: whether its rate counts.
     """
 
     def __init__(self, patience: asyncio.Timeout, account: Account) -> None:
@@ -49,12 +50,13 @@ class Turn:
         self._paused = False
         self.nbytes = 0
         self.gave_way = False
+        self.rated = True
 
     @property
     def rate(self) -> float | None:
         """Bytes a second; None where it is too early to tell, or not the host's fault."""
         elapsed_s = self._clock() - self._began
-        if self._paused or self._patience.expired() or elapsed_s < GRACE_S:
+        if not self.rated or self._paused or self._patience.expired() or elapsed_s < GRACE_S:
             return None
         return self.nbytes / elapsed_s
 

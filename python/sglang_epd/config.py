@@ -56,7 +56,7 @@ UNREAD: dict[str, dict[str, str]] = {
         "SGLANG_ENCODER_SEND_TIMEOUT": "SGLANG_EPD_GRANT_TIMEOUT_S on language servers",
         "REQUEST_TIMEOUT": "SGLANG_EPD_MEDIA_TIMEOUT_S",
         "--pp-size": "nothing: a tower has one stage",
-        "--enable-dp-attention": "--dp-size alone: as many towers",
+        "--attn-dp-size": "--dp-size alone: as many towers",
     },
     "language": {
         "SGLANG_ENCODER_HTTP_TIMEOUT": "SGLANG_EPD_ENCODER_TIMEOUT_S",

@@ -264,7 +264,7 @@ def _announce_unread() -> None:
     parallel = get_parallel()
     flags = {
         "--pp-size": parallel.pp_size > 1,
-        "--enable-dp-attention": parallel.attn_dp_size > 1,
+        "--attn-dp-size": parallel.attn_dp_size > 1,
     }
     announce("encoder", flags)
 

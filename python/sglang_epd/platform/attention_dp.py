@@ -1,4 +1,4 @@
-"""Data-parallel attention (`--enable-dp-attention`): batches of ranks are filled up to one size,
+"""Data-parallel attention (`--attn-dp-size`): batches of ranks are filled up to one size,
 and their rows gathered and scattered.
 
 SGLang does so on its own CPU engine and on accelerators. An out-of-tree CPU platform is neither:

@@ -9,7 +9,7 @@ import torch
 
 from sglang_epd import modality
 from sglang_epd.errors import EncodeError, MediaError
-from sglang_epd.language.assembly import assemble, lay_out, lay_out_bare, lay_out_some
+from sglang_epd.language.assembly import assemble, lay_out, lay_out_some
 from sglang_epd.transfer.arena import ReceivedItem
 from sglang_epd.wire.http import ItemLayout
 from sglang_epd.wire.messages import Layout, TensorSpec
@@ -182,7 +182,7 @@ def test_a_prompt_that_does_not_match_its_media_is_the_users_error(assemble, pro
         assemble(Processor(), prompt, items)
 
 
-@pytest.mark.parametrize("lay", [assemble, lay_out, lay_out_bare, lay_out_some])
+@pytest.mark.parametrize("lay", [assemble, lay_out, lay_out_some])
 def test_what_no_context_holds_is_not_laid_out(lay):
     """A few copies of a picture that encoders know claim millions of tokens."""
     items = [received("a", "IMAGE", [[1, 2, 3]])] * 4

@@ -6,7 +6,6 @@ import sys
 from collections import defaultdict
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import partial
 
 import pytest
 
@@ -330,7 +329,13 @@ def known():
 def asking(dispatcher, control, known):
     """Makes a frontend whose receiver says what it needs."""
     control.talks = True
-    return partial(Frontend, dispatcher, control, TIMEOUT_S, key_of, known)
+
+    def asking(**options) -> Frontend:
+        frontend = Frontend(dispatcher, control, TIMEOUT_S, key_of, **options)
+        frontend._known = known
+        return frontend
+
+    return asking
 
 
 async def test_only_what_the_receiver_needs_is_sent(asking, dispatcher, control, known):

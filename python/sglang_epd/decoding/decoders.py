@@ -471,18 +471,7 @@ class Film:
         frames = self.facts.frames
         if not all(-frames <= index < frames for index in indices):
             raise IndexError(f"a video of {frames} frames")
-        before = self._count
-        self.admit(len(indices))
+        before, after = self._count, self._count + len(indices)
+        check_frames_read(self.facts, after, self._limits)
+        self._count = after
         return self._read([int(index) % frames for index in indices], before)
-
-    def admit(self, count: int) -> None:
-        """So many frames more are about to be read, here or on an accelerator.
-
-        Args:
-            count: of frames.
-
-        Raises:
-            MediaTooLargeError: they are too many pixels together, with those read before.
-        """
-        check_frames_read(self.facts, self._count + count, self._limits)
-        self._count += count

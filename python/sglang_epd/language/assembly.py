@@ -113,47 +113,34 @@ def lay_out(
     return output
 
 
-def lay_out_bare(
-    processor: Processor,
-    prompt: str | list[int],
-    items: Sequence[HasLayout],
-    context_tokens: int = _ANY,
-) -> tuple[Any, list[Rows]]:
-    """As `assemble`, of items whose embeddings may not be needed.
-
-    Each of the output's items holds an embedding without rows. That is enough where the
-    item's KV is in the prefix cache: SGLang takes no row of items before the part of
-    the prompt that it computes, as long as every item of the request has some tensor.
-
-    Returns:
-        The output, and where each of its items would have its rows from.
-    """
-    output, rows = _lay_out(processor, prompt, items, context_tokens)
-    for mm_item, its in zip(output.mm_items, rows, strict=True):
-        spec = items[its.item].layout.embedding
-        mm_item.precomputed_embeddings = torch.empty(
-            (0, spec.shape[1]), dtype=getattr(torch, spec.dtype)
-        )
-    return output, rows
-
-
 def lay_out_some(
     processor: Processor,
     prompt: str | list[int],
     items: Sequence[HasLayout],
     context_tokens: int = _ANY,
 ) -> tuple[Any, list[Rows]]:
-    """As `lay_out_bare`, with rows of those items that are `ReceivedItem`. The prompt ends where
-    the first row is missing of an item that has some of its rows."""
-    output, rows = lay_out_bare(processor, prompt, items, context_tokens)
+    """As `assemble`, with the rows of those items that are `ReceivedItem`.
+
+    Each other item holds an embedding without rows. That is enough where the item's KV is in the
+    prefix cache: SGLang takes no row of items before the part of the prompt that it computes, as
+    long as every item of the request has some tensor. The prompt ends where the first row is
+    missing of an item that has some of its rows.
+
+    Returns:
+        The output, and where each of its items has its rows from, or would have.
+    """
+    output, rows = _lay_out(processor, prompt, items, context_tokens)
     ends = []
     for mm_item, its in zip(output.mm_items, rows, strict=True):
         item = items[its.item]
         if isinstance(item, ReceivedItem):
             there = item.embedding[its.first : its.first + its.count]
-            mm_item.precomputed_embeddings = there
             if len(there) < its.count:
                 ends.append(mm_item.offsets[0][0] + len(there))
+        else:
+            spec = item.layout.embedding
+            there = torch.empty((0, spec.shape[1]), dtype=getattr(torch, spec.dtype))
+        mm_item.precomputed_embeddings = there
     return (output, rows) if not ends else _cut(output, rows, min(ends))
 
 

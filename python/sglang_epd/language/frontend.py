@@ -100,7 +100,6 @@ class Frontend:
         control: the channel to this server's receiver.
         request_timeout_s: one deadline for all of a request's items.
         key: the key of an item; empty where it has none yet.
-        known: layouts that encoders have sent.
         ask_prefix: whether schedulers look into the prefix cache before anything is sent.
         first_item: whether a request is under way when its first item has landed, rather than
             all of them.
@@ -113,7 +112,6 @@ class Frontend:
         control: Control,
         request_timeout_s: float,
         key: Callable[[EncodeItem], bytes] = lambda _item: b"",
-        known: LayoutCache | None = None,
         *,
         ask_prefix: bool = False,
         first_item: bool = False,
@@ -123,7 +121,8 @@ class Frontend:
         self._control = control
         self._timeout_s = request_timeout_s
         self._key = key
-        self._known = LayoutCache() if known is None else known
+        # Layouts that encoders have sent.
+        self._known = LayoutCache()
         self._ask_prefix = ask_prefix
         self._first_item = first_item
         self._tally = tally or Tally()

@@ -26,7 +26,7 @@ import zmq
 from sglang_epd import logs
 from sglang_epd.families import family_of
 from sglang_epd.families.adapter import load_processor
-from sglang_epd.language.assembly import HasLayout, assemble, lay_out_bare, lay_out_some
+from sglang_epd.language.assembly import HasLayout, assemble, lay_out_some
 from sglang_epd.language.backend import Backend, Failure, Leader
 from sglang_epd.language.early import Early
 from sglang_epd.language.parts import Parts
@@ -176,11 +176,7 @@ class _Inputs:
         items = [
             ItemLayout(key, layout) for key, layout in zip(expect.keys, expect.layouts, strict=True)
         ]
-        output, rows = lay_out_bare(
-            self._processor, self._prompt(request, items), items, self._context_tokens
-        )
-        mark(output, rows, Resting(request, expect))
-        return output
+        return self.make_part(request, items, expect)
 
     def make_part(
         self, request: Any, items: Sequence[ReceivedItem | ItemLayout], expect: Expect | None

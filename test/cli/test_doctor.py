@@ -447,6 +447,15 @@ def test_a_proxy_that_servers_would_ask_themselves_through(monkeypatch, env, war
     assert (through is not None) is warned
 
 
+@pytest.mark.parametrize("told", [{"NO_PROXY": ".corp"}, {"no_proxy": ".corp"}, {"NO_PROXY": "*"}])
+def test_hosts_that_a_user_leaves_out_of_proxies_stay_out(monkeypatch, told):
+    env = unproxied({"http_proxy": "http://p:1", **told})
+    for name in ("http_proxy", "no_proxy", "NO_PROXY"):
+        monkeypatch.setenv(name, env[name])
+    for url in ("http://hub.corp/x", "http://127.0.0.1:1/x"):
+        assert requests.utils.get_environ_proxies(url) == {}
+
+
 def test_gpus_that_nobody_has(gpus):
     gpus()
     assert [one.subject for one in machine.devices()] == ["accelerators", "torch"]

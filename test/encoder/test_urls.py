@@ -357,11 +357,37 @@ async def test_who_would_join_a_fetch_in_anothers_queue_fetches_for_itself(
         site.gate.clear()
         album = [ask(f"/{name}", 0) for name in "abcd"]
         await until(lambda: len(site.asked) == 2)
-        other = ask("/d", 1)
+        others = [ask("/d", 1), ask("/d", 1), ask("/d", 2)]
         await until(lambda: len(site.asked) == 3)
-        assert sorted(site.asked) == ["/a", "/b", "/d"], "it is in nobody's queue"
+        await asyncio.sleep(0.3)
+        assert sorted(site.asked) == ["/a", "/b", "/d"], "it is in nobody's queue, and once there"
         site.gate.set()
-        assert {(await one).digest for one in [other, *album]} == {digest(BODY)}
+        assert {(await one).digest for one in [*others, *album]} == {digest(BODY)}
+
+
+async def test_requests_that_wait_for_a_place_wait_for_one_fetch(metrics, site: Site) -> None:
+    intake = Intake(Admission(1, 1 << 30))
+    async with MediaFetcher(local_limits(total_timeout_s=PATIENCE_S), concurrency=2) as fetcher:
+        reader = UrlReader(fetcher, UrlMemory(8), metrics)
+
+        def ask(path: str, owner: int) -> asyncio.Task[Content]:
+            return asyncio.create_task(
+                reader.read(
+                    MediaSource(url=site.url + path),
+                    in_seconds(PATIENCE_S),
+                    lambda _digest: False,
+                    Arrival(intake, (owner, 0)),
+                )
+            )
+
+        site.gate.clear()
+        full = [ask("/a", 0), ask("/b", 1)]
+        await until(lambda: len(site.asked) == 2)
+        same = [ask("/c", owner) for owner in range(2, 20)]
+        await asyncio.sleep(0.5)
+        site.gate.set()
+        assert {(await one).digest for one in [*full, *same]} == {digest(BODY)}
+        assert sorted(site.asked) == ["/a", "/b", "/c"]
 
 
 async def test_what_is_for_one_is_not_shared(ask: Asker, site: Site) -> None:

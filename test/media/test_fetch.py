@@ -484,7 +484,7 @@ async def test_a_host_is_one_however_it_is_written() -> None:
         ]
         await asyncio.sleep(0.1)
         (share,) = fetcher._slots.hosts.values()
-        assert (share.held, share.waiting) == (2, 1) or share.waiting
+        assert (share.held.total(), len(share.waiting)) == (2, 1)
         await asyncio.gather(*waiting, return_exceptions=True)
 
 
@@ -494,6 +494,8 @@ async def test_a_host_is_one_however_it_is_written() -> None:
         ("/a%2fb/c.png?acl=%2f*&exp=1%3A2", "/a%2Fb/c.png?acl=%2F*&exp=1%3A2"),
         ("/a b/\N{SNOWMAN}.png?q=\N{SNOWMAN}+%20", "/a%20b/%E2%98%83.png?q=%E2%98%83+%20"),
         ("/100%.png?x=5%", "/100%25.png?x=5%25"),
+        ("/a/../%7eb/./c%2D1.png?x=/../%7E", "/~b/c-1.png?x=/../~"),
+        ("/../a//b/..", "/a//"),
         ("?x=1#part", "/?x=1"),
         ("/a;b=1/(c)'d'?y=~!$&x[]={}", "/a;b=1/(c)'d'?y=~!$&x%5B%5D=%7B%7D"),
     ],
@@ -516,8 +518,7 @@ async def test_a_url_is_asked_for_as_it_is_written(
         return  # a header has no such characters
     await fetch(url + "/first" if redirected else url + written)
     assert asked[-1] == sent
-    await asyncio.to_thread(requests.get, url + written, timeout=5)
-    assert asked[-1] == sent
+    assert requests.Request("GET", url + written).prepare().path_url == sent
 
 
 async def test_an_answer_may_have_long_fields(serve: Serve) -> None:
@@ -688,6 +689,12 @@ def test_no_more_is_copied_of_a_packed_body_than_is_unpacked() -> None:
         assert tracemalloc.get_traced_memory()[1] < 4 << 20
     finally:
         tracemalloc.stop()
+
+
+def test_a_packed_body_of_nothing_is_unpacked_step_by_step() -> None:
+    """So that its time can end."""
+    parts = _unpacked(gzip.compress(b"", mtime=0) * 10_000, zlib.MAX_WBITS | 32)
+    assert [next(parts) for _ in range(100)] == [b""] * 100
 
 
 class Asked(Account):

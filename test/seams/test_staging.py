@@ -162,7 +162,7 @@ def test_the_kv_pool_leaves_room_for_the_rows_of_two_passes(
         assert reserved(is_multimodal=False, mm_feature_transport=None) == 0.5
     flags(schedule={**schedule, "chunked_prefill_size": -1})  # no chunks
     assert staging.staged_bytes() == 1 << 30
-    for pp_size, depth, passes in ((2, 0, 2), (4, 0, 3), (4, 2, 5)):
+    for pp_size, depth, passes in ((2, 0, 2), (4, 0, 4), (4, 1, 4), (4, 2, 5)):
         flags(parallel={**alone, "pp_size": pp_size, "pp_async_batch_depth": depth})
         assert staging.staged_bytes() == passes << 29
     flags(parallel=alone)

@@ -60,9 +60,10 @@ class ServerError(RuntimeError):
 def unproxied(env: Mapping[str, str]) -> dict[str, str]:
     """That environment for servers that ask each other on this machine, as SGLang's do through a
     proxy that is not told to be left out."""
-    own = "127.0.0.1,localhost,::1"
-    names = ("no_proxy", "NO_PROXY")
-    return {**env, **{name: ",".join(filter(None, (env.get(name), own))) for name in names}}
+    # The lower case counts where both are there, and "*", which is everything, only by itself.
+    told = env.get("no_proxy") or env.get("NO_PROXY") or ""
+    listed = told if told == "*" else ",".join(filter(None, (told, "127.0.0.1,localhost,::1")))
+    return {**env, "no_proxy": listed, "NO_PROXY": listed}
 
 
 def free_port() -> int:

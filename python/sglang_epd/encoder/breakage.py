@@ -35,7 +35,7 @@ class StuckError(Exception):
     """A call of the tower does not end."""
 
 
-async def in_time(call: Awaitable[_T], limit_s: float) -> _T:
+async def in_time(call: Awaitable[_T], limit_s: float | None) -> _T:
     """The result of a call, or of a part of one.
 
     Raises:

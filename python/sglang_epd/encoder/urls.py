@@ -49,16 +49,9 @@ class _Flight:
     # Whether an uncacheable response was already given to one caller.
     taken: bool = False
 
-    async def goes_on(self, arrival: Arrival) -> bool:
-        """Whether it is of the same request, or has begun, or does within a moment."""
-
-        def goes_on() -> bool:
-            ours = self.arrival.owner == arrival.owner
-            return ours or self.arrival.nbytes > 0 or self.task.done()
-
-        if not goes_on():
-            await asyncio.wait([self.task], timeout=_BEGIN_S)
-        return goes_on()
+    @property
+    def begun(self) -> bool:
+        return self.arrival.nbytes > 0 or self.task.done()
 
 
 class UrlReader:
@@ -139,15 +132,16 @@ class UrlReader:
         return str(url.with_fragment(None))
 
     async def _share(
-        self, source: MediaSource, url: str, arrival: Arrival, *, join: bool = True
+        self, source: MediaSource, url: str, arrival: Arrival, passed: _Flight | None = None
     ) -> FetchedMedia:
         """Fetch a URL, or wait for the fetch in flight, unless its answer is not for several.
 
         Args:
-            join: whether a fetch in flight will do.
+            passed: a fetch in flight that does not do.
         """
         name = name_of(url)
-        flight = self._flights.get(name) if join else None
+        flight = self._flights.get(name)
+        flight = None if flight is passed else flight
         joined = flight is not None
         if flight is None:
             shared = arrival.beside()
@@ -157,7 +151,7 @@ class UrlReader:
         flight.askers += 1
         waits = gave_way = False
         try:
-            waits = joined and not await flight.goes_on(arrival)
+            waits = joined and await self._waits_for_its_own(flight, arrival)
             if not waits:
                 media = await asyncio.shield(flight.task)
                 alone = flight.taken and not media.trail.shared
@@ -175,8 +169,7 @@ class UrlReader:
                 flight.task.cancel()
                 self._land(flight)  # later callers must not wait for its end
         if waits:
-            # In the turn of the request that began it, which may have many.
-            return await self._share(source, url, arrival, join=False)
+            return await self._share(source, url, arrival, flight)
         if gave_way:
             # For the many fetches of the request that began it.
             return await self._share(source, url, arrival)
@@ -187,6 +180,16 @@ class UrlReader:
         if joined:
             self._count("coalesced")
         return media
+
+    async def _waits_for_its_own(self, flight: _Flight, arrival: Arrival) -> bool:
+        """Whether a fetch waits until others of the request that began it have ended, for which
+        another request has no reason to wait."""
+        owner = flight.arrival.owner
+        if owner == arrival.owner or flight.begun:
+            return False
+        await asyncio.wait([flight.task], timeout=_BEGIN_S)
+        others = (one for one in self._flights.values() if one.arrival.owner == owner)
+        return not flight.begun and any(one.begun for one in others)
 
     async def _ask(self, source: MediaSource, name: bytes, arrival: Arrival) -> FetchedMedia:
         """Fetch a URL, and remember the answer as far as it may be."""

@@ -300,7 +300,8 @@ class MediaFetcher(Fetcher):
 
 
 def _unpacked(body: bytes, window: int) -> Iterator[bytes]:
-    """A packed body's content, in parts of `_STEP_BYTES` at most; several members are one.
+    """A packed body's content, in parts of `_STEP_BYTES` at most, of which some may be empty;
+    several members are one.
 
     Args:
         window: as of `zlib.decompressobj`.
@@ -318,10 +319,9 @@ def _unpacked(body: bytes, window: int) -> Iterator[bytes]:
                 piece = packed[at : at + _PIECE_BYTES]
                 at += len(piece)
             part = stream.decompress(piece, _STEP_BYTES)
-            if part:
-                yield part
-            elif not piece:
+            if not part and not piece:
                 raise EOFError
+            yield part  # or nothing: a step ends with the piece, however little it holds
         at -= len(stream.unused_data)
         # Behind the last one there may be anything.
         if not body.startswith(_GZIP) or packed[at : at + 2] != _GZIP:

@@ -31,6 +31,7 @@ _NO_TRAIL = Trail(())
 # Those of RFC 3986's path and query that `quote` would escape, and escapes.
 _URL_CHARACTERS = "!$&'()*+,/:;=?@~"
 _ESCAPE = re.compile(r"%[0-9A-Fa-f]{2}")
+_UNRESERVED = re.compile(r"[A-Za-z0-9._~-]")
 _NO_ESCAPE = re.compile(r"%(?![0-9A-Fa-f]{2})")
 
 
@@ -206,7 +207,7 @@ def _is_address(host: str) -> bool:
 def parse(url: str) -> URL:
     """A URL whose path and query are as they were written, but for characters that none has.
 
-    As `requests` asks, for a colocated server. Other escapes mean the same to a server, and not
+    As `requests` asks for a colocated server. Other escapes mean the same to a server, and not
     to a signature over the text of the URL.
 
     Raises:
@@ -219,7 +220,7 @@ def parse(url: str) -> URL:
         return URL.build(
             scheme=known.scheme,
             authority=known.raw_authority,
-            path=_escaped(written.path) or "/",
+            path=_escaped(_without_dots(written.path)) or "/",
             query_string=_escaped(written.query),
             fragment=known.raw_fragment,
             encoded=True,
@@ -229,10 +230,29 @@ def parse(url: str) -> URL:
 
 
 def _escaped(written: str) -> str:
-    """Part of a URL, with escapes in place of what no URL has, and all in capitals."""
+    """Part of a URL, with escapes in capitals, and where they are needed alone."""
+
+    def needed(escape: re.Match[str]) -> str:
+        meant = chr(int(escape[0][1:], 16))
+        return meant if _UNRESERVED.match(meant) else escape[0].upper()
+
     if _NO_ESCAPE.search(written):
         return quote(written, safe=_URL_CHARACTERS)
-    return _ESCAPE.sub(lambda one: one[0].upper(), quote(written, safe=_URL_CHARACTERS + "%"))
+    return quote(_ESCAPE.sub(needed, written), safe=_URL_CHARACTERS + "%")
+
+
+def _without_dots(path: str) -> str:
+    """RFC 3986, 5.2.4."""
+    if "/." not in path:
+        return path
+    kept: list[str] = []
+    for segment in path.split("/")[1:]:
+        if segment == "..":
+            del kept[-1:]
+        elif segment != ".":
+            kept.append(segment)
+    ends_in_folder = path.endswith(("/.", "/.."))
+    return "/".join(["", *kept, *([""] if ends_in_folder else [])])
 
 
 def _canonical_host(host: str) -> str:

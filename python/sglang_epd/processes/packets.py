@@ -178,12 +178,18 @@ class Channel:
         The descriptors are taken over. After the channel's end it goes nowhere.
 
         Raises:
-            TypeError, ValueError: it has something that no message can.
+            TypeError, ValueError, OverflowError, RecursionError: it has something that no
+                message can.
         """
         if self.closed:
             close_all(fds)
             return
-        self._unsent.append((_ENCODER.encode(message), list(fds)))
+        try:
+            packet = _ENCODER.encode(message)
+        except BaseException:
+            close_all(fds)
+            raise
+        self._unsent.append((packet, list(fds)))
         if len(self._unsent) == 1:
             self._flush()
 

@@ -95,7 +95,7 @@ def staged_bytes() -> int:
     from sglang.srt.runtime_context import get_parallel, get_schedule, get_server_args
 
     parallel = get_parallel()
-    passes = max(_PASSES, parallel.pp_size + parallel.pp_async_batch_depth - 1)
+    passes = max(_PASSES, parallel.pp_size + max(parallel.pp_async_batch_depth - 1, 0))
     schedule, model = get_schedule(), model_config_of(get_server_args())
     tokens = max(schedule.chunked_prefill_size or 0, 0) or schedule.max_prefill_tokens
     config = getattr(model.hf_config, "thinker_config", model.hf_config)

@@ -285,19 +285,21 @@ class Engine:
             raise
         return made
 
-    async def _forward_once(self, batch: Sequence[Prepared]) -> list[torch.Tensor]:
+    async def _forward_once(
+        self, batch: Sequence[Prepared], limit_s: float | None = STUCK_S
+    ) -> list[torch.Tensor]:
         loop = asyncio.get_running_loop()
         if self._copies is None:
             running = loop.run_in_executor(self._tower, self._forward, batch)
-            return await in_time(running, STUCK_S)
+            return await in_time(running, limit_s)
         async with self._turn:  # which a long video before it may have for many passes
             launching = loop.run_in_executor(
                 self._tower, self._copies.launch, lambda: self._run(batch)
             )
-            launched = await in_time(launching, STUCK_S)
+            launched = await in_time(launching, limit_s)
         rows = [prepared.layout.tokens for prepared in batch]
         landing = loop.run_in_executor(self._lander, self._copies.land, launched, rows)
-        return await in_time(landing, STUCK_S)
+        return await in_time(landing, limit_s)
 
     def discard(self, prepared: Prepared) -> None:
         pass
@@ -335,7 +337,8 @@ class Engine:
         if IMAGE in self.modalities:
             file = io.BytesIO()
             Image.new("RGB", (112, 112)).save(file, "PNG")
-            await self._forward_once([await self.prepare(IMAGE, file.getvalue())])
+            # It may compile kernels for longer than a pass takes.
+            await self._forward_once([await self.prepare(IMAGE, file.getvalue())], None)
 
     async def _run_own_picture(self) -> None:
         def prepare() -> Prepared:

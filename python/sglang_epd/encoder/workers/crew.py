@@ -73,7 +73,7 @@ class Times:
 
     Attributes:
         start_s: for loading the model and warming it up; when it is started again, four times
-            what it took, and two minutes at least.
+            what it took, and two minutes at least, twice as much after each failure.
         ping_s: how often a worker is asked whether it is there.
         silence_s: a worker that says nothing for so long while it is asked is lost. It
             answers beside its forward passes, so this is not a bound on those.
@@ -229,7 +229,7 @@ class WorkerTower:
             reason = await self._crew.watch()
             logger.error("%s is lost: %s", self.name, reason)
             statuses = await self._crew.close(0.0)
-            logger.info("%s is started again; its workers ended with %s", self.name, statuses)
+            logger.error("%s: its workers ended with %s", self.name, statuses)
             if time.monotonic() - began > self._times.restart_most_s:
                 pause = self._times.restart_s
             self._crew = None
@@ -239,6 +239,8 @@ class WorkerTower:
                 try:
                     await self._bring_up()
                 except Exception as error:
+                    # It may take longer than at first: of a cold cache, say.
+                    self._start_s = min(2 * self._start_s, self._times.start_s)
                     expected = isinstance(error, TowerStartError)
                     logger.error(
                         "%s cannot be started again: %s", self.name, error, exc_info=not expected

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import re
 import threading
 import time
@@ -15,7 +16,7 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from sglang_epd import spans
-from sglang_epd.errors import MediaError
+from sglang_epd.errors import DeadlineError, EpdError, MediaError, UnavailableError
 from sglang_epd.spans import OFF
 from spans import Recorded, is_part_of, said
 
@@ -144,6 +145,22 @@ def test_what_is_left_is_exported_at_the_end(recorded):
     spans.begin("epd_encode", {}).end()
     spans.close(5.0)
     assert recorded.only("epd_encode")
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (MediaError("https://host/secret.jpg is empty"), ""),
+        (DeadlineError("the deadline passed while reading https://host/secret.jpg"), ""),
+        (UnavailableError("the encoder is gone"), "the encoder is gone"),
+    ],
+)
+def test_a_span_tells_of_no_users_media(recorded, error, said):
+    with contextlib.suppress(EpdError), recorded.root.child("epd_item"):
+        raise error
+    (span,) = recorded.named("epd_item")
+    assert (span.status.description or "") == said
+    assert span.attributes["error.type"] == error.code
 
 
 def test_where_nobody_traces_nothing_is_made(recorded):

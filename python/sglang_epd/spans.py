@@ -29,6 +29,8 @@ _W3C = TraceContextTextMapPropagator()
 # W3C has 512 carried on at least.
 _MOST_CHARS = {"traceparent": 128, "tracestate": 512}
 _MOST_MESSAGE_CHARS = 400
+# Codes of errors whose messages may name a URL.
+_OF_MEDIA = ("Media", "DeadlineError")
 # The two that cross to another server.
 _KINDS = {"epd_dispatch": SpanKind.CLIENT, "epd_encode": SpanKind.SERVER}
 
@@ -80,9 +82,11 @@ class Span:
 
         Args:
             code: of a bounded set, as the error classes of `errors`.
+            message: left out of errors that may name a user's media.
         """
+        said = "" if code.startswith(_OF_MEDIA) else message[:_MOST_MESSAGE_CHARS]
         self._span.set_attribute("error.type", code)
-        self._span.set_status(Status(StatusCode.ERROR, message[:_MOST_MESSAGE_CHARS]))
+        self._span.set_status(Status(StatusCode.ERROR, said))
 
     def end(self, at: float | None = None) -> None:
         """It is over; calls after the first do nothing.

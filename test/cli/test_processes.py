@@ -113,8 +113,8 @@ def test_several_stop_at_the_same_time(tmp_path: Path) -> None:
     for server in servers:
         server.wait_ready(30)
     begin = time.monotonic()
-    stop_all(servers, grace_s=1.0)
-    assert time.monotonic() - begin < 2.9
+    stop_all(servers, grace_s=3.0)
+    assert time.monotonic() - begin < 8.9
     assert not any(server.running for server in servers)
 
 

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import signal
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
+from types import SimpleNamespace
 
 import pytest
 from typer.testing import CliRunner
 
 from integration.listener import QuietHandler, listening, url_of
-from sglang_epd.cli import runs
+from sglang_epd.cli import runs, status
 from sglang_epd.cli.checks import Verdict
 from sglang_epd.cli.checks.servers import servers
 from sglang_epd.cli.main import app
@@ -253,17 +255,24 @@ def test_rates_are_of_the_time_between_two_looks():
     assert _since(new, None, 110.0) == (None, None)
 
 
-def test_top_shows_until_it_is_told_to_leave(serve):
-    before = signal.signal(signal.SIGALRM, lambda *_: signal.raise_signal(signal.SIGINT))
+def test_top_shows_until_it_is_told_to_leave(serve, monkeypatch):
+    pauses = []
+
+    def sleep(seconds: float) -> None:
+        time.sleep(seconds)
+        pauses.append(seconds)
+        if len(pauses) == 2:
+            signal.raise_signal(signal.SIGINT)
+
+    clock = SimpleNamespace(sleep=sleep, monotonic=time.monotonic, time=time.time)
+    monkeypatch.setattr(status, "time", clock)
     # A shell has what it runs in the background ignore Ctrl-C.
     interrupted = signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.setitimer(signal.ITIMER_REAL, 1.0)
     try:
         shown = CliRunner().invoke(
             app, ["top", "--interval", "0.2", serve(ENCODER)], env={"COLUMNS": "120"}
         )
     finally:
-        signal.signal(signal.SIGALRM, before)
         signal.signal(signal.SIGINT, interrupted)
     assert shown.exit_code == 0, shown.output
     assert "items/s" in shown.stdout

@@ -554,8 +554,8 @@ async def test_a_retry_has_only_what_is_left_of_the_deadline(two, dispatch):
         return web.Response(status=503)
 
     slow.answer = refuse_late
-    await dispatch(urls(two), 1, seconds=1.0)
-    assert second.requests[0].ttl_s < 0.85
+    await dispatch(urls(two), 1, seconds=10.0)
+    assert second.requests[0].ttl_s < 9.85
 
 
 async def test_a_deadline_that_has_passed_asks_nobody(start, dispatch):

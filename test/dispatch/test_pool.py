@@ -178,6 +178,23 @@ async def test_the_only_encoder_keeps_what_it_has_until_there_is_another(pool):
         await asyncio.wait_for(attempt.lost, 2)
 
 
+@pytest.mark.parametrize("silent", [True, False])
+async def test_what_an_encoder_had_that_was_started_again_is_lost_with_it(pool, silent):
+    """Its machine is, and nothing comes on the old connections. There may be no other one."""
+    pool.add(A)
+    pool.heard(A, Report("ns", instance="first"))
+    with pool.attempt(A, 1) as attempt:
+        pool.heard(A, Report("ns", instance="first"))
+        if silent:
+            for _ in range(3):
+                pool.failed(A, "silent")
+        await asyncio.sleep(0)
+        assert not attempt.lost.done()
+        pool.heard(A, Report("ns", instance="second"))
+        await asyncio.wait_for(attempt.lost, 2)
+    assert pool.state(A) is Health.READY
+
+
 async def test_one_that_takes_its_leave_finishes_what_it_has(pool):
     for url in (A, B):
         pool.register(url, "ns", 10)

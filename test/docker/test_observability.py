@@ -305,7 +305,12 @@ tests:
             "EpdStoreLeftAlone",
             'sglang:epd_encoder_store_breaker{instance="a",direction="write"}',
             " ".join(["2 1 2"] * 21),
-            {},
+            {
+                'sglang:epd_encoder_store_writes_total{instance="a",outcome="skipped"}': "0+1x60",
+                # It is open until somebody asks again.
+                'sglang:epd_encoder_store_breaker{instance="b",direction="write"}': "2x60",
+                'sglang:epd_encoder_store_writes_total{instance="b",outcome="skipped"}': "9x60",
+            },
         ),
     ],
 )

@@ -186,7 +186,7 @@ async def test_new_connections_get_the_certificate_that_is_there_by_then(tmp_pat
     made = certificates.make(tmp_path, password=password)
     trust = Trust(certfile=made.certfile, keyfile=made.keyfile, keyfile_password=password)
     config = uvicorn.Config(app, log_config=None, lifespan="off", ws="none", **tls_options(trust))
-    end = follow_certificates(config, trust)
+    end = follow_certificates(config, trust, every_s=0.1)
     server = uvicorn.Server(config)
 
     def ask(port: int, certificate: str) -> bytes:
@@ -200,8 +200,10 @@ async def test_new_connections_get_the_certificate_that_is_there_by_then(tmp_pat
         old = shutil.copy(made.certfile, tmp_path / "old.pem")
         assert await asyncio.to_thread(ask, port, old) == b"here"
         other = certificates.make(tmp_path / "other", password=password)
-        for new, place in ((other.keyfile, made.keyfile), (other.certfile, made.certfile)):
-            os.replace(new, place)
+        os.replace(other.certfile, made.certfile)
+        await asyncio.sleep(0.3)  # without its key it is none
+        assert await asyncio.to_thread(ask, port, old) == b"here"
+        os.replace(other.keyfile, made.keyfile)
 
         async def renewed() -> bool:
             try:

@@ -374,8 +374,8 @@ async def test_the_deadline_ends_an_item_in_any_stage(service, fakes, asking, co
     else:
         getattr(fakes, stage).hold()
     started = time.monotonic()
-    assert said(await service.encode(asking(b"x", ttl_s=0.05))) == [("failed", "DeadlineError")]
-    assert 0.04 <= time.monotonic() - started < 2
+    assert said(await service.encode(asking(b"x", ttl_s=0.5))) == [("failed", "DeadlineError")]
+    assert 0.4 <= time.monotonic() - started < 10
     assert count("failures_total", code="DeadlineError") == 1
     assert bool(fakes.withdrawn) == (stage == "forwarded"), "a grant that was not used"
 

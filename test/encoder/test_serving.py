@@ -273,6 +273,10 @@ async def connect(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Connect]:
         await asyncio.sleep(0.5)
         return "answer"
 
+    @app.get("/large")
+    async def large() -> Response:
+        return Response(bytes(64 << 20))
+
     config = uvicorn.Config(app, http=PromptHeads, log_config=None, lifespan="off", ws="none")
     server = uvicorn.Server(config)
     writers: list[asyncio.StreamWriter] = []
@@ -329,6 +333,18 @@ async def test_an_answer_may_take_longer_and_the_next_head_may_not(connect):
         assert await answer(reader) == b'HTTP/1.1 200 OK"answer"'
     writer.write(REQUEST[:-2])
     assert await closed(reader)
+
+
+async def test_an_answer_that_nobody_reads_keeps_no_connection(connect, monkeypatch):
+    monkeypatch.setattr(serving, "_UNREAD_S", 0.3)
+    reader, writer = await connect()
+    writer.transport.pause_reading()
+    writer.write(b"GET /large HTTP/1.1\r\nHost: h\r\n\r\n")
+    await asyncio.sleep(1.0)
+    writer.transport.resume_reading()
+    async with asyncio.timeout(PATIENCE_S):
+        with pytest.raises((asyncio.IncompleteReadError, ConnectionResetError)):
+            await reader.readexactly(64 << 20)
 
 
 async def test_malformed_requests_are_logged_once_a_minute(connect, caplog, monkeypatch):

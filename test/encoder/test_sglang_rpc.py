@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack
 from types import SimpleNamespace
@@ -24,6 +25,7 @@ from sglang_epd.encoder.rpc import RpcServer
 from sglang_epd.encoder.sglang_rpc import SglangService
 from sglang_epd.errors import EncodeError, MediaForbiddenError
 from sglang_epd.trust import Trust
+from sglang_epd.wire import rpc
 from waiting import until
 
 LOOPBACK = ("127.0.0.0/8",)
@@ -362,8 +364,39 @@ async def test_a_request_has_so_many_places_and_no_more(serve):
         await name(1)
 
 
+async def test_names_have_a_bound(serve, receiver):
+    async with grpc.aio.insecure_channel(await serve()) as channel:
+        stub = sglang_encoder_pb2_grpc.SglangEncoderStub(channel)
+        place = f"127.0.0.1:{receiver.port}"
+        named = pb.SchedulerReceiveUrlRequest(req_id="r" * 257, receive_url=place, receive_count=1)
+        with pytest.raises(grpc.aio.AioRpcError, match="256 characters"):
+            await stub.SchedulerReceiveUrl(named)
+    code, said = await refused(await serve(), asked([b"four"], receiver.port, req_id="r" * 257))
+    assert code is grpc.StatusCode.INVALID_ARGUMENT and "256 characters" in said
+
+
+async def test_a_strangers_word_on_its_bytes_keeps_no_room(serve, service):
+    async with grpc.aio.insecure_channel(await serve()) as channel:
+        service_name = pb.DESCRIPTOR.services_by_name["SglangEncoder"].full_name
+        call = channel.stream_unary(f"/{service_name}/Encode")
+        going = call(metadata=[(rpc.LENGTH, str(1 << 20))])
+        await going.write(b"x")
+        await asyncio.sleep(0.3)
+        assert service.admission.nbytes < 1 << 20
+        going.cancel()
+
+
+async def test_a_request_that_takes_too_long_is_counted_as_that(serve, monkeypatch, count):
+    """Its places are never named."""
+    monkeypatch.setattr(sglang_rpc, "_REQUEST_S", 0.5)
+    code, said = await refused(await serve(), asked([b"four"], prefill_host="", embedding_port=[]))
+    assert code is grpc.StatusCode.INTERNAL and "took longer" in said
+    assert count("refusals_total", code="DeadlineError") == 1
+    assert count("requests_total", status="504") == 1
+
+
 async def test_a_request_that_is_never_made_has_no_places(serve, receiver, monkeypatch):
-    monkeypatch.setattr(sglang_rpc, "_REQUEST_S", 0.3)
+    monkeypatch.setattr(sglang_rpc, "_REQUEST_S", 3.0)
     monkeypatch.setattr(sglang_rpc, "_MAX_MEETINGS", 1)
     async with grpc.aio.insecure_channel(await serve()) as channel:
         stub = sglang_encoder_pb2_grpc.SglangEncoderStub(channel)
@@ -377,8 +410,12 @@ async def test_a_request_that_is_never_made_has_no_places(serve, receiver, monke
         await name("r")
         with pytest.raises(grpc.aio.AioRpcError, match="too many requests"):
             await name("another")
-        await asyncio.sleep(0.5)
-        await name("another")
+        async with asyncio.timeout(30):
+            while True:
+                with contextlib.suppress(grpc.aio.AioRpcError):
+                    await name("another")
+                    break
+                await asyncio.sleep(0.1)
         # Nothing is known of the first any more.
         with pytest.raises(grpc.aio.AioRpcError, match="too many requests"):
             await name("r")

@@ -515,6 +515,12 @@ async def test_an_encoder_that_tells_another_key_is_not_believed(
             {"covered": 1, "cached": 1},
             {"kv": 1, "language_cache": 1, "encoder_cache": 1, "coalesced": 1},
         ),
+        # Two that were delivered turn out to be covered.
+        (
+            {2: "cached", 3: "computed"},
+            {"covered": 4},
+            {"kv": 2, "encoder_cache": 1, "computed": 1},
+        ),
         # An encoder's own words are no label of a metric.
         ({2: "words of a stranger", 3: ""}, {}, {"computed": 2}),
     ],

@@ -455,14 +455,15 @@ async def test_a_full_fetcher_waits_inside_the_deadline(serve: Serve) -> None:
     url = await serve(give_body)
     async with (
         raw_server(hang) as slow,
-        MediaFetcher(local_limits(total_timeout_s=0.3), concurrency=1) as fetcher,
+        MediaFetcher(local_limits(total_timeout_s=1.0), concurrency=1) as fetcher,
     ):
-        waiting = asyncio.create_task(fetcher.fetch(MediaSource(url=slow), in_seconds(5)))
+        waiting = asyncio.create_task(fetcher.fetch(MediaSource(url=slow), in_seconds(9)))
         await asyncio.sleep(0.05)
         with pytest.raises(DeadlineError):
             await fetcher.fetch(MediaSource(url=url), in_seconds(0.1))
         # Inline media needs no slot, and a wait for one is not the media's fault.
-        await fetcher.fetch(MediaSource(data=b"inline"), in_seconds(0.1))
+        await fetcher.fetch(MediaSource(data=b"inline"), in_seconds(5))
+        assert not waiting.done()
         assert (await fetcher.fetch(MediaSource(url=url), in_seconds(5))).data == BODY
         with pytest.raises(MediaError, match="took longer"):
             await waiting
@@ -532,15 +533,16 @@ async def test_a_slow_host_delays_only_its_own(serve: Serve) -> None:
     url = await serve(give_body)
     async with (
         raw_server(hang) as slow,
-        MediaFetcher(local_limits(total_timeout_s=0.3), concurrency=4, per_host=2) as fetcher,
+        MediaFetcher(local_limits(total_timeout_s=2.0), concurrency=4, per_host=2) as fetcher,
     ):
         waiting = [
-            asyncio.create_task(fetcher.fetch(MediaSource(url=f"{slow}/{n}"), in_seconds(5)))
+            asyncio.create_task(fetcher.fetch(MediaSource(url=f"{slow}/{n}"), in_seconds(20)))
             for n in range(6)
         ]
         await asyncio.sleep(0.05)
-        media = await fetcher.fetch(MediaSource(url=url), in_seconds(0.2))
+        media = await fetcher.fetch(MediaSource(url=url), in_seconds(5))
         assert media.data == BODY
+        assert not any(one.done() for one in waiting)
         results = await asyncio.gather(*waiting, return_exceptions=True)
         assert [getattr(result, "reason", None) for result in results] == ["timeout"] * 6
         assert not fetcher._slots.hosts
@@ -561,21 +563,22 @@ async def test_a_failure_has_a_reason(serve: Serve) -> None:
 
 
 async def test_a_cancelled_fetch_closes_its_connection() -> None:
-    closed = asyncio.Event()
+    begun, closed = asyncio.Event(), asyncio.Event()
 
     async def endless(writer: asyncio.StreamWriter) -> None:
+        begun.set()
         try:
             await drip(writer)
         finally:
             closed.set()
 
     async with raw_server(endless) as url, MediaFetcher(local_limits()) as fetcher:
-        task = asyncio.create_task(fetcher.fetch(MediaSource(url=url), in_seconds(5)))
-        await asyncio.sleep(0.1)
+        task = asyncio.create_task(fetcher.fetch(MediaSource(url=url), in_seconds(60)))
+        await asyncio.wait_for(begun.wait(), 20)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        await asyncio.wait_for(closed.wait(), 2)
+        await asyncio.wait_for(closed.wait(), 20)
 
 
 async def test_an_endless_body_ends_at_the_limit() -> None:

@@ -179,7 +179,7 @@ async def test_a_connection_that_the_receiver_takes_for_alive_is_taken_over(
         waiting = asyncio.create_task(encoded(sender, link.endpoint))
         await until(lambda: receiver.tally.counts["waits", ""] == 1)
         link.strand()
-        await until(lambda: receiver.tally.counts["waits", ""] == 2)
+        await until(lambda: receiver.tally.counts["waits", ""] >= 2)
     assert await waiting in {"inline", "shared"}
     assert torch.equal((await asyncio.to_thread(scheduler.tensors))[0], EMBEDDING)
 

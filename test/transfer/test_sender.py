@@ -135,6 +135,28 @@ async def test_offers_to_a_port_that_cannot_be_connected_to_fail_until_it_can(cl
             router.close()
 
 
+async def test_a_port_behind_a_proxy_that_takes_all_connections_is_out_of_reach():
+    """One after the other: each is ended as the port itself is not to be had."""
+    ended = 0
+
+    async def end(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal ended
+        ended += 1
+        writer.close()
+
+    proxy = await asyncio.start_server(end, "127.0.0.1", 0)
+    endpoint = f"tcp://127.0.0.1:{proxy.sockets[0].getsockname()[1]}"
+    sender = Sender(reach_s=1.0)
+    try:
+        with pytest.raises(UnreachableError):
+            async with sender.offer(endpoint, offer()) as offered:
+                await asyncio.wait_for(offered.decided, PATIENCE_S)
+        assert ended > 1
+    finally:
+        await sender.close()
+        proxy.close()
+
+
 async def deliver(sender: Sender, endpoint: str, item: int = 0, ticket: str = "t") -> str:
     async with sender.offer(endpoint, offer(item, ticket)) as offered:
         decision = await asyncio.wait_for(offered.decided, PATIENCE_S)

@@ -76,12 +76,14 @@ class Report:
         draining: it takes nothing new.
         patches_queued: patches that wait or run there, of all language servers.
         patches_per_s: its rate; 0 where it has not run anything yet.
+        instance: another one after each start; empty from releases that do not tell.
     """
 
     namespace: str
     draining: bool = False
     patches_queued: float = 0.0
     patches_per_s: float = 0.0
+    instance: str = ""
 
 
 class View(NamedTuple):
@@ -268,6 +270,10 @@ class Pool:
             if encoder is None:
                 return
             encoder.failures = 0
+            before = encoder.report.instance if encoder.report else report.instance
+            if before != report.instance:
+                # Its address may take what was on the old process's connections, and answer none.
+                _lose(encoder)
             encoder.report, encoder.reported_at = report, encoder.outstanding
             encoder.misfit = misfit = self._misfit(encoder, report)
             if encoder.state is _S.OPEN:

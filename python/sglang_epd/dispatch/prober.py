@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _MAX_STATUS_BYTES = 256 << 10
+_MOST_NAME_CHARS = 256
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,7 @@ class _Status(msgspec.Struct):
     namespace: str
     state: str
     towers: list[_Tower] = []
+    instance: str = ""
     patches_queued: float = 0.0
     patches_per_s: float = 0.0
 
@@ -195,8 +197,10 @@ def read_status(body: bytes) -> Report:
         raise _BadStatusError("its status cannot be read: is it a sglang-epd encoder?") from None
     figures = status.patches_queued, status.patches_per_s
     sensible = all(math.isfinite(one) and one >= 0 for one in figures)
-    if status.state not in ("ready", "draining") or not sensible or len(status.namespace) > 256:
+    names = (status.namespace, status.instance)
+    sensible = sensible and all(len(name) <= _MOST_NAME_CHARS for name in names)
+    if status.state not in ("ready", "draining") or not sensible:
         raise _BadStatusError("its status makes no sense: is it a sglang-epd encoder?")
     if status.towers and not any(tower.alive for tower in status.towers):
         raise _BadStatusError("none of its towers works")
-    return Report(status.namespace, status.state == "draining", *figures)
+    return Report(status.namespace, status.state == "draining", *figures, status.instance)

@@ -44,6 +44,8 @@ logger = logging.getLogger(__name__)
 
 _START_TIMEOUT_S = 15.0
 _CLOSE_TIMEOUT_S = 5.0
+# Of connections to the port.
+_IDLE_S = 20.0
 _RESOLVER_THREADS = 8
 _MAX_LIST_BYTES = 4 << 20
 
@@ -224,7 +226,9 @@ class Watcher:
             ConfigError: it cannot be had at all.
         """
         registry = Registry(self._pool, self._trust, self._siblings)
-        runner = web.AppRunner(registry.app(), access_log=None, shutdown_timeout=1.0)
+        runner = web.AppRunner(
+            registry.app(), access_log=None, shutdown_timeout=1.0, keepalive_timeout=_IDLE_S
+        )
         await runner.setup()
         stamp = self._trust.stamp() if self._trust.certfile else ()
         tls = self._trust.server_ssl()

@@ -65,6 +65,7 @@ logger = logging.getLogger(__name__)
 _EXPORT_S = 1.0
 _DESCRIPTORS = 65_535
 _HOUSEKEEPING_S = 10.0
+_CERTIFICATE_S = 30.0
 _CACHE_MB = 4096
 _BODY_BYTES = 512 << 20
 
@@ -401,35 +402,33 @@ def tls_options(trust: Trust) -> dict[str, Any]:
     }
 
 
-@dataclass(frozen=True)
-class _Chain:
-    """A server's context for TLS, which knows the password of its key: without it OpenSSL would
-    ask on the terminal."""
-
-    context: ssl.SSLContext
-    password: str | None
-
-    def load_cert_chain(self, certfile: str, keyfile: str) -> None:
-        self.context.load_cert_chain(certfile, keyfile, self.password)
-
-    def load_verify_locations(self, cafile: str) -> None:
-        self.context.load_verify_locations(cafile)
-
-
-def follow_certificates(config: uvicorn.Config, trust: Trust) -> Callable[[], None]:
+def follow_certificates(
+    config: uvicorn.Config, trust: Trust, every_s: float = _CERTIFICATE_S
+) -> Callable[[], object]:
     """Have new connections get the certificate that is in its files by then.
+
+    Args:
+        every_s: between two looks at the files.
 
     Returns:
         What ends it.
     """
-    from sglang.srt.entrypoints.ssl_utils import SSLCertRefresher
-
     config.load()
     assert config.ssl is not None, "SGLang refuses the flag where there is no certificate"
-    chain: Any = _Chain(config.ssl, trust.keyfile_password or None)
-    refresher = SSLCertRefresher(chain, trust.keyfile, trust.certfile, trust.ca_certs or None)
-    end: Callable[[], None] = refresher.stop
-    return end
+    return asyncio.create_task(_renew(config.ssl, trust, every_s), name="certificate").cancel
+
+
+async def _renew(context: ssl.SSLContext, trust: Trust, every_s: float) -> None:
+    stamp = trust.stamp()
+    while True:
+        await asyncio.sleep(every_s)
+        try:
+            if (now := trust.stamp()) != stamp:
+                trust.load(context)
+                stamp = now
+                logger.info("New connections get the new certificate")
+        except (OSError, ConfigError) as error:
+            logger.warning("The certificate stays as it is: %s", error)
 
 
 def cache_bytes(*, enabled: bool) -> int:

@@ -1,8 +1,9 @@
 """The encoder's HTTP server: prompt heads of requests, and an end in good order.
 
 Uvicorn bounds how long a connection may be idle after an answer, and nothing before: half
-of a header would keep a connection, and its descriptor, for as long as its sender likes.
-`PromptHeads` closes such connections. It leans on `uvicorn.protocols.http.auto.AutoHTTPProtocol`:
+of a header would keep a connection, and its descriptor, for as long as its sender likes. So would
+an answer that nobody reads. `PromptHeads` ends such connections. It leans on
+`uvicorn.protocols.http.h11_impl.H11Protocol`, which bounds a head, as its other parser does not:
 its `cycle` is the last request. On a signal `DrainingServer` finishes accepted requests.
 """
 
@@ -19,7 +20,7 @@ from types import FrameType
 from typing import Any, NoReturn
 
 import uvicorn
-from uvicorn.protocols.http.auto import AutoHTTPProtocol
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from sglang_epd.encoder.registration import Registration
 from sglang_epd.encoder.service import EncoderService
@@ -33,6 +34,7 @@ CLOSE_S = 3
 # Then the process ends with whatever has not: a pass that hangs, say.
 END_S = DRAIN_S + 8 * CLOSE_S
 _HEAD_S = 20.0
+_UNREAD_S = 60.0
 _MALFORMED = "Invalid HTTP request received."
 _LINE_EVERY_S = 60.0
 
@@ -149,10 +151,12 @@ class SeldomMalformed(logging.Filter):
         return True
 
 
-class PromptHeads(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
-    """A server's side of one connection, which has to have sent a head in `_HEAD_S`."""
+class PromptHeads(H11Protocol):
+    """A server's side of one connection, which has to have sent a head in `_HEAD_S`, and may
+    leave an answer unread for `_UNREAD_S`."""
 
     _waiting: asyncio.TimerHandle | None = None
+    _unread: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
@@ -165,12 +169,27 @@ class PromptHeads(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
         elif self._waiting is None:
             self._wait()
 
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._unread = self.loop.call_later(_UNREAD_S, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._is_read()
+
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_waiting()
+        self._is_read()
         super().connection_lost(exc)
 
     def _wait(self) -> None:
-        self._waiting = self.loop.call_later(_HEAD_S, self.transport.close)
+        # Not closed: that would wait for an answer before to be read.
+        self._waiting = self.loop.call_later(_HEAD_S, self.transport.abort)
+
+    def _is_read(self) -> None:
+        if self._unread is not None:
+            self._unread.cancel()
+            self._unread = None
 
     def _stop_waiting(self) -> None:
         if self._waiting is not None:

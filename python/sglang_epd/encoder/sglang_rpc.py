@@ -58,8 +58,28 @@ _LOOK_S, _MOST_LOOK_S = 0.002, 0.05
 _LINGER_MS = 5000
 _MAX_PLACES = 64
 _MAX_MEETINGS = 4096
+_MAX_ID_CHARS = 256
 # Digits of a port.
 _MOST_DIGITS = 5
+
+
+@asynccontextmanager
+async def _in_time() -> AsyncIterator[None]:
+    """Around a request.
+
+    Raises:
+        DeadlineError: it takes too long.
+    """
+    try:
+        async with asyncio.timeout(_REQUEST_S):
+            yield
+    except TimeoutError:
+        raise DeadlineError(f"it took longer than {_REQUEST_S:g} s") from None
+
+
+def _check_name(req_id: str) -> None:
+    if len(req_id) > _MAX_ID_CHARS:
+        raise ProtocolError(f"a req_id has at most {_MAX_ID_CHARS} characters")
 
 
 class SglangService:
@@ -99,13 +119,12 @@ class SglangService:
         async def answer(
             messages: AsyncIterator[bytes], context: grpc.aio.ServicerContext
         ) -> bytes:
+            call = Call(messages, context)
+            # SGLang's do not say it, and a stranger's word would keep room from others.
+            call.headers["content-length"] = ""
             try:
-                async with asyncio.timeout(_REQUEST_S):
-                    answered = await method(Call(messages, context))
-                return bytes(answered.SerializeToString())
-            except (EpdError, TimeoutError) as error:
-                late = DeadlineError(f"it took longer than {_REQUEST_S:g} s")
-                refusal = error if isinstance(error, EpdError) else late
+                return bytes((await method(call)).SerializeToString())
+            except EpdError as refusal:
                 logger.warning("Refused a request of SGLang's: %s (%s)", refusal, refusal.code)
                 # As SGLang's own: the request's fault, or the encoder's.
                 codes = grpc.StatusCode
@@ -120,11 +139,15 @@ class SglangService:
         try:
             service = self._answering.service
             with metrics.request_seconds.time(), service.receiving() as room, service.at_work():
-                await self._encode_and_push(call, room)
+                async with _in_time():
+                    await self._encode_and_push(call, room)
             status = 200
         except EpdError as error:
             status = error.status
             metrics.refusals.labels(error.code).inc()
+            raise
+        except Exception:
+            status = 500
             raise
         finally:
             metrics.requests.labels(str(status)).inc()
@@ -146,6 +169,7 @@ class SglangService:
         }
         if problem := validate_encode_request(fields):
             raise ProtocolError(problem)
+        _check_name(asked.req_id)
         if len(asked.embedding_port) > _MAX_PLACES:
             raise _too_many_places()
         host, ports = asked.prefill_host, asked.embedding_port
@@ -163,7 +187,10 @@ class SglangService:
     async def _receive_url(self, call: Call) -> Any:
         trusted = self._check_caller(call)
         # A full encoder hears it as well: it may be of a request that is in work.
-        asked = _decoded(await anext(call.pieces(), b""), pb.SchedulerReceiveUrlRequest)
+        async with _in_time():
+            body = await anext(call.pieces(), b"")
+        asked = _decoded(body, pb.SchedulerReceiveUrlRequest)
+        _check_name(asked.req_id)
         host, _, port = asked.receive_url.rpartition(":")
         is_port = port.isdecimal() and len(port) <= _MOST_DIGITS
         if not host or not is_port or not 0 < asked.receive_count <= _MAX_PLACES:

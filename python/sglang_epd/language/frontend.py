@@ -418,7 +418,9 @@ class Frontend:
     def _account(self, request: _Request, last: Needed) -> None:
         """Note where the items of a request came from, now that all have."""
         counts = Counter(_SOURCES.get(source, "computed") for source in request.sources.values())
-        counts += Counter({"kv": last.covered, "language_cache": last.cached})
+        # An item that was delivered may turn out to be covered after all.
+        rest = len(request.items) - len(request.sources) - last.cached
+        counts += Counter({"kv": min(last.covered, rest), "language_cache": last.cached})
         for source, items in counts.items():
             self._tally.add("items", source, amount=items)
         if request.span:

@@ -72,7 +72,9 @@ class EncoderMetrics(Metrics):
     failures = counter("Failed items by error class", "code")
     refusals = counter("Encode requests refused as a whole, by error class", "code")
     delivered_bytes = counter(
-        "Embedding bytes taken by language servers, by landing (inline, shared, remote)", "landing"
+        "Embedding bytes taken by language servers, by landing (inline, shared, remote), or copied "
+        "to be pushed to SGLang's own (pushed)",
+        "landing",
     )
     requests = counter(
         "Encode requests by HTTP status; 499 for those that were cancelled", "status"
@@ -168,7 +170,7 @@ class StoreMetrics(Metrics):
     def observe(self, direction: str, outcome: str, seconds: float) -> None:
         """Count a lookup or a write; `store.Observer`."""
         (self.reads if direction == "read" else self.writes).labels(outcome).inc()
-        if seconds:
+        if seconds and outcome not in ("skipped", "busy"):  # it was asked
             self.seconds.labels(direction).observe(seconds)
 
     def watch(self, store: SharedStore) -> None:

@@ -87,9 +87,6 @@ entrypoints.http_server
 entrypoints.openai.serving_transcription
     seams/transcription: async OpenAIServingTranscription.create_transcription(self audio_data model
         language response_format temperature stream raw_request timestamp_granularities)
-entrypoints.ssl_utils
-    encoder/server: SSLCertRefresher(ssl_context key_path cert_path ca_path)
-    encoder/server: SSLCertRefresher.stop(self)
 managers.io_struct
     seams/tokenizer: GenerateReqInput.__getitem__(self i)
     seams/tokenizer: GenerateReqInput.contains_mm_input(self)

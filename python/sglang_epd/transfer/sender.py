@@ -461,6 +461,8 @@ class Sender:
         socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, self._dead_ms)
         # The other end closes the connections of hosts that are gone.
         socket.setsockopt(zmq.HEARTBEAT_TTL, self._dead_ms)
+        # Another process may have the port by now.
+        socket.setsockopt(zmq.MAXMSGSIZE, wire.MAX_HEADER_BYTES)
         socket.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS[0])
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, _RECONNECT_MS[1])
         try:
@@ -520,10 +522,12 @@ class Sender:
         """Wait until a connection that stood breaks, or none comes about; whether it was refused
         instead."""
         connected = stood = False
+        until = time.monotonic() + self._reach_s
         while True:
             hearing = asyncio.ensure_future(recv_monitor_message(peer.events))
             try:
-                wait_s = None if connected else self._reach_s
+                # A proxy takes connections to a port that is not there, one after the other.
+                wait_s = None if connected else max(0.0, until - time.monotonic())
                 heard, _ = await asyncio.wait([hearing], timeout=wait_s)
             finally:
                 hearing.cancel()  # unless it is done
@@ -537,9 +541,8 @@ class Sender:
             if event == zmq.EVENT_DISCONNECTED and stood:
                 return False
             connected = event != zmq.EVENT_DISCONNECTED
-            if connected:
-                peer.out_of_reach = None
-            stood = stood or event == zmq.EVENT_HANDSHAKE_SUCCEEDED
+            if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                stood, peer.out_of_reach = True, None
 
     def _out_of_reach(self, peer: _Peer) -> None:
         """Its offers fail now, and new ones at once."""

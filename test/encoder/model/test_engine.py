@@ -129,8 +129,7 @@ async def test_a_place_is_free_when_the_thread_of_what_nobody_wants_is(begun: bo
     if not begun:
         engine._preparing.submit(goes_on.wait)
     preparing = asyncio.create_task(engine.prepare("IMAGE", b""))
-    await asyncio.sleep(0.05)
-    assert entered.is_set() is begun
+    assert await asyncio.to_thread(entered.wait, 20 if begun else 0.05) is begun
     preparing.cancel()
     await asyncio.wait([preparing], timeout=0.1)
     assert stopped.is_set()

@@ -307,13 +307,13 @@ async def test_a_killed_worker_fails_its_calls_and_comes_back(make):
         with pytest.raises(TowerLostError, match="started again"):
             await tower.forward([kept])
         tower.discard(kept)
-        assert psutil.Process().num_fds() == fds
+        await until(lambda fds=fds: psutil.Process().num_fds() <= fds)
     assert tower.restarts == 4
     await embed(tower, b"rows=1")
 
 
 async def test_a_stopped_worker_is_lost_after_its_silence(make):
-    tower = await make(times=replace(TIMES, silence_s=1))
+    tower = await make(times=replace(TIMES, silence_s=5))
     prepared = await tower.prepare("IMAGE", b"rows=1")
     pid = tower.pids[0]
     os.kill(pid, signal.SIGSTOP)
@@ -322,8 +322,8 @@ async def test_a_stopped_worker_is_lost_after_its_silence(make):
         calls = (tower.prepare("IMAGE", b"rows=1"), tower.forward([prepared]))
         errors = await asyncio.gather(*calls, return_exceptions=True)
     assert [type(error) for error in errors] == [TowerLostError] * 2
-    assert all("has not answered for 1 s" in str(error) for error in errors)
-    assert 0.7 < time.monotonic() - began < 10
+    assert all("has not answered for 5 s" in str(error) for error in errors)
+    assert 3.5 < time.monotonic() - began < WAIT_S
     await until(lambda: tower.alive)
     assert not psutil.pid_exists(pid)
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 SWITCH = "SGLANG_EPD"
@@ -22,9 +22,9 @@ _LINE = re.compile(
 )
 
 
-def enabled(env: Mapping[str, str] = os.environ) -> bool:
-    """Whether this package takes over EPD in a process of that environment."""
-    return env.get(SWITCH, "").strip().lower() not in {"off", "0", "false", "no"}
+def enabled() -> bool:
+    """Whether this package takes over EPD in this process."""
+    return os.environ.get(SWITCH, "").strip().lower() not in {"off", "0", "false", "no"}
 
 
 def names_role(arguments: Sequence[str]) -> bool:

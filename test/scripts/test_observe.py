@@ -43,7 +43,7 @@ def test_what_a_server_exports_arrives_as_it_was(monkeypatch):
             Span(root) as span,
             span.child("epd_item", items=[0, 1], source="cached") as item,
         ):
-            item.fail("MediaError", "cut off")
+            item.fail("EncodeError", "cut off")
         trace = f"{root.get_span_context().trace_id:032x}"
         whole, part = collector.wait(trace, quiet_s=0.05)
         provider.shutdown()

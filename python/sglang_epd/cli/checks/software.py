@@ -10,7 +10,6 @@ from collections.abc import Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, entry_points, version
 from types import SimpleNamespace
 
-from sglang_epd import entry
 from sglang_epd.cli.checks import Finding, fail, note, ok, warn
 from sglang_epd.config import Settings
 from sglang_epd.errors import ConfigError
@@ -70,7 +69,7 @@ def plugins(env: Mapping[str, str] = os.environ) -> Iterator[Finding]:
         yield warn(
             "plug-ins", f"SGLANG_PLUGINS={chosen} leaves sglang_epd out", "unset SGLANG_PLUGINS"
         )
-    elif not entry.enabled(env):
+    elif env.get("SGLANG_EPD", "").strip().lower() in {"off", "0", "false", "no"}:
         yield warn(
             "plug-ins", "SGLANG_EPD is off: servers run SGLang's own EPD", "unset SGLANG_EPD"
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -326,16 +327,17 @@ signal.signal(signal.SIGTERM, drain)
 
     def hang_up() -> None:
         os.kill(os.getpid(), signal.SIGHUP)
-        signal.setitimer(signal.ITIMER_REAL, 0.3)
+        threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGHUP)).start()
 
-    before = signal.signal(signal.SIGALRM, lambda *_: os.kill(os.getpid(), signal.SIGHUP))
+    # These tests may be run under nohup, and the second one may come late.
+    before = signal.signal(signal.SIGHUP, lambda *_: None)
     recorder.when_ready = hang_up
     drained = tmp_path / "drained"
     encoder = server("encoder", "encoder", drains + SERVER, str(drained))
     try:
         supervise(tmp_path, recorder, encoder).run()
     finally:
-        signal.signal(signal.SIGALRM, before)
+        signal.signal(signal.SIGHUP, before)
     assert drained.exists()
 
 

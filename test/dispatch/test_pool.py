@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import threading
 
 import pytest
@@ -55,6 +56,19 @@ def test_the_end_of_a_lease_leaves_who_is_named_by_a_flag_too(pool, clock):
     clock.now += 11
     pool.expire()
     assert pool.urls(STATIC) == [A] and pool.urls(LEASE) == []
+
+
+def test_a_lease_without_an_end_ends_with_an_encoder_that_is_gone_for_good(pool):
+    """Of SGLang's own form of registration; its pod may have come back at another address."""
+    pool.register(A, "", math.inf)
+    pool.heard(A, Report("ns"))
+    for _ in range(1799):
+        pool.failed(A, "silent")
+    pool.expire()
+    assert pool.urls() == [A]
+    pool.failed(A, "silent")
+    pool.expire()
+    assert pool.urls() == []
 
 
 def test_another_model_is_refused_with_both_names(pool):
@@ -179,19 +193,37 @@ async def test_the_only_encoder_keeps_what_it_has_until_there_is_another(pool):
 
 
 @pytest.mark.parametrize("silent", [True, False])
-async def test_what_an_encoder_had_that_was_started_again_is_lost_with_it(pool, silent):
+async def test_what_an_encoder_had_that_was_started_again_is_lost_with_it(pool, clock, silent):
     """Its machine is, and nothing comes on the old connections. There may be no other one."""
     pool.add(A)
-    pool.heard(A, Report("ns", instance="first"))
-    with pool.attempt(A, 1) as attempt:
-        pool.heard(A, Report("ns", instance="first"))
+    pool.heard(A, Report("ns", uptime_s=50.0))
+    with pool.attempt(A, 7) as old:
+        clock.now += 20
+        pool.heard(A, Report("ns", uptime_s=70.0))
         if silent:
             for _ in range(3):
                 pool.failed(A, "silent")
         await asyncio.sleep(0)
-        assert not attempt.lost.done()
-        pool.heard(A, Report("ns", instance="second"))
-        await asyncio.wait_for(attempt.lost, 2)
+        assert not old.lost.done()
+        clock.now += 10
+        pool.heard(A, Report("ns", uptime_s=4.0))
+        await asyncio.wait_for(old.lost, 2)
+        assert pool.snapshot().encoders[0].load == 0
+        with pool.attempt(A, 5) as new:
+            pool.heard(A, Report("ns", uptime_s=4.0))
+            await asyncio.sleep(0)
+            assert not new.lost.done() and pool.snapshot().encoders[0].load == 5
+    assert pool.state(A) is Health.READY
+    assert pool.snapshot().encoders[0].load == 0
+
+
+async def test_an_error_of_an_attempt_that_was_lost_is_no_doubt_of_what_was_started(pool, clock):
+    pool.add(A)
+    pool.heard(A, Report("ns"))
+    with contextlib.suppress(UnavailableError), pool.attempt(A, 7):
+        clock.now += 20
+        pool.heard(A, Report("ns", uptime_s=1.0))
+        raise UnavailableError("it does not answer any more")
     assert pool.state(A) is Health.READY
 
 

@@ -288,6 +288,7 @@ async def connect(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Connect]:
             writers.append(pair[1])
             return pair
 
+        open_one.server = server  # type: ignore[attr-defined]
         yield open_one
         for writer in writers:
             writer.close()
@@ -340,7 +341,8 @@ async def test_an_answer_that_nobody_reads_keeps_no_connection(connect, monkeypa
     reader, writer = await connect()
     writer.transport.pause_reading()
     writer.write(b"GET /large HTTP/1.1\r\nHost: h\r\n\r\n")
-    await asyncio.sleep(1.0)
+    await until(lambda: connect.server.server_state.connections)
+    await until(lambda: not connect.server.server_state.connections)
     writer.transport.resume_reading()
     async with asyncio.timeout(PATIENCE_S):
         with pytest.raises((asyncio.IncompleteReadError, ConnectionResetError)):

@@ -368,11 +368,11 @@ async def test_names_have_a_bound(serve, receiver):
     async with grpc.aio.insecure_channel(await serve()) as channel:
         stub = sglang_encoder_pb2_grpc.SglangEncoderStub(channel)
         place = f"127.0.0.1:{receiver.port}"
-        named = pb.SchedulerReceiveUrlRequest(req_id="r" * 257, receive_url=place, receive_count=1)
-        with pytest.raises(grpc.aio.AioRpcError, match="256 characters"):
+        named = pb.SchedulerReceiveUrlRequest(req_id="r" * 4097, receive_url=place, receive_count=1)
+        with pytest.raises(grpc.aio.AioRpcError, match="4096 characters"):
             await stub.SchedulerReceiveUrl(named)
-    code, said = await refused(await serve(), asked([b"four"], receiver.port, req_id="r" * 257))
-    assert code is grpc.StatusCode.INVALID_ARGUMENT and "256 characters" in said
+    code, said = await refused(await serve(), asked([b"four"], receiver.port, req_id="r" * 4097))
+    assert code is grpc.StatusCode.INVALID_ARGUMENT and "4096 characters" in said
 
 
 async def test_a_strangers_word_on_its_bytes_keeps_no_room(serve, service):

@@ -696,8 +696,8 @@ def test_no_more_is_copied_of_a_packed_body_than_is_unpacked() -> None:
 
 def test_a_packed_body_of_nothing_is_unpacked_step_by_step() -> None:
     """So that its time can end."""
-    parts = _unpacked(gzip.compress(b"", mtime=0) * 10_000, zlib.MAX_WBITS | 32)
-    assert [next(parts) for _ in range(100)] == [b""] * 100
+    parts = [*_unpacked(gzip.compress(b"", mtime=0) * 10_000, zlib.MAX_WBITS | 32)]
+    assert 3 <= len(parts) < 10 and not any(parts), "a step is 64 KiB of it"
 
 
 class Asked(Account):

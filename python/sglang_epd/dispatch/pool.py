@@ -56,6 +56,10 @@ _MOVES: dict[Health, frozenset[Health]] = {
 }
 # Where work may go, best first.
 _USABLE = (_S.READY, _S.JOINING, _S.SUSPECT)
+# Probes in a row that have failed: of about an hour.
+_GONE_FAILURES = 1800
+# How old an encoder's word on its uptime may be, as it is heard.
+_TOLD_S = 2.0
 # An encoder that refused this server's token, or cannot connect to its payload port, is not asked
 # for so long: probes do not tell when it would take it, or can.
 _REFUSED_S = 5.0
@@ -76,14 +80,14 @@ class Report:
         draining: it takes nothing new.
         patches_queued: patches that wait or run there, of all language servers.
         patches_per_s: its rate; 0 where it has not run anything yet.
-        instance: another one after each start; empty from releases that do not tell.
+        uptime_s: seconds since it was started.
     """
 
     namespace: str
     draining: bool = False
     patches_queued: float = 0.0
     patches_per_s: float = 0.0
-    instance: str = ""
+    uptime_s: float = math.inf
 
 
 class View(NamedTuple):
@@ -151,8 +155,8 @@ class _Encoder:
     # Patches that this server has sent there and not heard of; and so at the last report.
     outstanding: float = 0.0
     reported_at: float = 0.0
-    # The requests that it has.
-    attempts: set[Wake] = field(default_factory=set)
+    # The requests that it has: when each was sent, and its patches.
+    attempts: dict[Wake, tuple[float, float]] = field(default_factory=dict)
 
     def lease_s(self, now: float) -> float | None:
         """The rest of its lease; None where it has none, or one that never ends."""
@@ -247,11 +251,12 @@ class Pool:
             self.look(encoder.url)
 
     def expire(self) -> None:
-        """Let go of those whose lease has ended."""
+        """Let go of those whose lease has ended, or that never end it and are gone for good."""
         with self._lock:
             now = self._clock()
             for encoder in list(self._encoders.values()):
-                if LEASE in encoder.owners and now >= encoder.lease_until:
+                ended = now >= encoder.lease_until or encoder.failures >= _GONE_FAILURES
+                if LEASE in encoder.owners and ended:
                     self.remove(encoder.url, LEASE)
 
     def urls(self, owner: str | None = None) -> list[str]:
@@ -270,10 +275,7 @@ class Pool:
             if encoder is None:
                 return
             encoder.failures = 0
-            before = encoder.report.instance if encoder.report else report.instance
-            if before != report.instance:
-                # Its address may take what was on the old process's connections, and answer none.
-                _lose(encoder)
+            self._lose_those_before(encoder, self._clock() - report.uptime_s - _TOLD_S)
             encoder.report, encoder.reported_at = report, encoder.outstanding
             encoder.misfit = misfit = self._misfit(encoder, report)
             if encoder.state is _S.OPEN:
@@ -378,15 +380,15 @@ class Pool:
             if encoder is None or encoder.state is _S.OPEN:
                 _give(lost)
             else:
-                encoder.attempts.add(lose)
+                encoder.attempts[lose] = self._clock(), patches
                 encoder.outstanding += patches
         try:
             yield attempt
         except BaseException as error:
-            self._ended(url, lose, patches, error)
+            self._ended(url, lose, error)
             raise
         full = OverloadedError("no room for some items") if attempt.full else None
-        self._ended(url, lose, patches, full, useless=attempt.useless)
+        self._ended(url, lose, full, useless=attempt.useless)
 
     async def changed(self, seconds: float) -> None:
         """Return when an encoder has come, gone, changed its state or got room, or after
@@ -437,6 +439,19 @@ class Pool:
             _lose(encoder)
         self._take_elsewhere()
 
+    def _lose_those_before(self, encoder: _Encoder, started: float) -> None:
+        """What was sent to a process that is no more: nothing may ever come on the connections of
+        a machine that was reset."""
+        for lose, (sent, _) in list(encoder.attempts.items()):
+            if sent < started:
+                self._forget(encoder, lose)
+                lose()
+
+    def _forget(self, encoder: _Encoder, attempt: Wake) -> None:
+        _, patches = encoder.attempts.pop(attempt)
+        left = encoder.outstanding - patches
+        encoder.outstanding = max(0.0, left) if encoder.attempts else 0.0
+
     def _take_elsewhere(self) -> None:
         """A silent encoder keeps its items until there is an elsewhere: if all are silent, the
         fault is rather this server's, or the network's."""
@@ -462,7 +477,6 @@ class Pool:
         self,
         url: str,
         attempt: Wake,
-        patches: float,
         error: BaseException | None,
         *,
         useless: bool = False,
@@ -471,9 +485,7 @@ class Pool:
             encoder = self._encoders.get(url)
             if encoder is None or attempt not in encoder.attempts:
                 return
-            encoder.attempts.discard(attempt)
-            left = encoder.outstanding - patches
-            encoder.outstanding = max(0.0, left) if encoder.attempts else 0.0
+            self._forget(encoder, attempt)
             now = self._clock()
             if useless and now >= encoder.busy_until:
                 encoder.useless += 1

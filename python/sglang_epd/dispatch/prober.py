@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _MAX_STATUS_BYTES = 256 << 10
-_MOST_NAME_CHARS = 256
 
 
 @dataclass(frozen=True)
@@ -61,7 +60,7 @@ class _Status(msgspec.Struct):
     namespace: str
     state: str
     towers: list[_Tower] = []
-    instance: str = ""
+    uptime_s: float = math.inf
     patches_queued: float = 0.0
     patches_per_s: float = 0.0
 
@@ -197,10 +196,9 @@ def read_status(body: bytes) -> Report:
         raise _BadStatusError("its status cannot be read: is it a sglang-epd encoder?") from None
     figures = status.patches_queued, status.patches_per_s
     sensible = all(math.isfinite(one) and one >= 0 for one in figures)
-    names = (status.namespace, status.instance)
-    sensible = sensible and all(len(name) <= _MOST_NAME_CHARS for name in names)
+    sensible = sensible and status.uptime_s >= 0 and len(status.namespace) <= 256
     if status.state not in ("ready", "draining") or not sensible:
         raise _BadStatusError("its status makes no sense: is it a sglang-epd encoder?")
     if status.towers and not any(tower.alive for tower in status.towers):
         raise _BadStatusError("none of its towers works")
-    return Report(status.namespace, status.state == "draining", *figures, status.instance)
+    return Report(status.namespace, status.state == "draining", *figures, status.uptime_s)

@@ -413,13 +413,16 @@ def follow_certificates(
     Returns:
         What ends it.
     """
+    stamp = trust.stamp()
     config.load()
     assert config.ssl is not None, "SGLang refuses the flag where there is no certificate"
-    return asyncio.create_task(_renew(config.ssl, trust, every_s), name="certificate").cancel
+    renewing = _renew(config.ssl, trust, stamp, every_s)
+    return asyncio.create_task(renewing, name="certificate").cancel
 
 
-async def _renew(context: ssl.SSLContext, trust: Trust, every_s: float) -> None:
-    stamp = trust.stamp()
+async def _renew(
+    context: ssl.SSLContext, trust: Trust, stamp: tuple[tuple[int, int], ...], every_s: float
+) -> None:
     while True:
         await asyncio.sleep(every_s)
         try:

@@ -15,7 +15,6 @@ import asyncio
 import itertools
 import logging
 import math
-import secrets
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
@@ -136,7 +135,7 @@ class EncoderService:
         self.intake = Intake(admission)
         self._ages = itertools.count()
         self.finished = 0
-        self._started, self._instance = time.monotonic(), secrets.token_hex(8)
+        self._started = time.monotonic()
         self._recent: deque[dict[str, Any]] = deque(maxlen=_RECENT)
         self.namespace = namespace
         self.name = name
@@ -253,7 +252,6 @@ class EncoderService:
         return {
             "encoder": self.name,
             "namespace": self.namespace,
-            "instance": self._instance,
             "state": "draining" if admission.draining else "ready",
             "uptime_s": round(time.monotonic() - self._started, 1),
             "requests": admission.live,

@@ -405,7 +405,7 @@ class Backend:
                 with logs.about(request.rid), span:
                     failure = self._complete(request)
                     if failure is not None:
-                        span.fail(failure[2].name, failure[1])
+                        span.fail(failure[2].name)
                 if failure is None:
                     ready.append(request)
                     self._note_laid_out(manifest.name(request))

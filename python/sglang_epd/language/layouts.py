@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -75,9 +76,10 @@ class Board:
         self._max_rooms = max_rooms
         self._max_bytes = max_bytes
         self._lock = threading.Lock()
-        self._slots: dict[int, Slot] = {}
+        # Of a plain dict the first is looked for behind all that are gone.
+        self._slots: OrderedDict[int, Slot] = OrderedDict()
         # Those of them that are settled, by when.
-        self._settled: dict[int, None] = {}
+        self._settled: OrderedDict[int, None] = OrderedDict()
         self._bytes = 0
         self._watchers: dict[int, list[Callable[[], None]]] = {}
 

@@ -282,10 +282,14 @@ class MediaFetcher(Fetcher):
             len(body) > 1 and body[0] & 0x0F == 8 and int.from_bytes(body[:2]) % 31 == 0
         )
         parts = _unpacked(body, -zlib.MAX_WBITS if is_bare else zlib.MAX_WBITS | 32)
+        room = 0
         with io.BytesIO() as data:
             while True:
                 # Packed a thousandfold, a small body is much memory, and work for a thread.
-                await turn.grow(len(body) + data.tell() + _STEP_BYTES)
+                needed = len(body) + data.tell() + _STEP_BYTES
+                if needed > room:
+                    room = needed
+                    await turn.grow(room)
                 try:
                     part = await asyncio.to_thread(next, parts, None)
                 except zlib.error:
@@ -310,7 +314,7 @@ def _unpacked(body: bytes, window: int) -> Iterator[bytes]:
         zlib.error: it is damaged.
         EOFError: it ends early.
     """
-    packed, at = memoryview(body), 0
+    packed, at, told = memoryview(body), 0, 0
     while True:
         stream = zlib.decompressobj(window)
         while not stream.eof:
@@ -321,7 +325,9 @@ def _unpacked(body: bytes, window: int) -> Iterator[bytes]:
             part = stream.decompress(piece, _STEP_BYTES)
             if not part and not piece:
                 raise EOFError
-            yield part  # or nothing: a step ends with the piece, however little it holds
+            if part or at - told >= _PIECE_BYTES:  # a step ends, however little was in it
+                told = at
+                yield part
         at -= len(stream.unused_data)
         # Behind the last one there may be anything.
         if not body.startswith(_GZIP) or packed[at : at + 2] != _GZIP:

@@ -158,7 +158,7 @@ class StoreMetrics(Metrics):
         "outcome",
     )
     seconds = histogram(
-        "Time that the shared store took, with any outcome",
+        "Time that the shared store took, where it was asked",
         "direction",
         buckets=(0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0),
     )

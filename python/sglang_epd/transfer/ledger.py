@@ -13,7 +13,7 @@ retries (the dispatcher's).
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator, Sequence
 
 from sglang_epd.errors import (
@@ -64,7 +64,7 @@ class Ledger:
         self._ended: dict[str, tuple[EpdError | None, wire.Needed]] = {}
         self._messages: list[tuple[bytes, wire.Message]] = []
         # Keys of items that requests went on with, so that the prefix cache may have them.
-        self._seen: dict[bytes, None] = {}
+        self._seen: OrderedDict[bytes, None] = OrderedDict()  # of a dict the first is looked for
         # Items whose embeddings are cached, by key.
         self._relying: dict[bytes, set[tuple[str, int]]] = {}
         reservations.listen(self._on_evict)
@@ -721,10 +721,10 @@ class Ledger:
         if key:
             if key not in self._seen:
                 self._stirred.add(key)
-            self._seen.pop(key, None)
             self._seen[key] = None
+            self._seen.move_to_end(key)
             if len(self._seen) > _MAX_SEEN:
-                del self._seen[next(iter(self._seen))]
+                self._seen.popitem(last=False)
 
     def _end(self, ticket: str, over: wire.Needed | None = None) -> None:
         entry = self._entries.pop(ticket, None)

@@ -73,7 +73,7 @@ class Times:
 
     Attributes:
         start_s: for loading the model and warming it up; when it is started again, four times
-            what it took, and two minutes at least, twice as much after each failure.
+            what it took, and two minutes at least, twice as much each time that it takes longer.
         ping_s: how often a worker is asked whether it is there.
         silence_s: a worker that says nothing for so long while it is asked is lost. It
             answers beside its forward passes, so this is not a bound on those.
@@ -153,10 +153,7 @@ class WorkerTower:
             TowerStartError: one of them failed, died, or took longer than `start_s`.
         """
         assert self._keeper is None, "started already"
-        began = time.monotonic()
         await self._bring_up()
-        took = time.monotonic() - began
-        self._start_s = min(self._start_s, max(_LEAST_START_S, _STARTS * took))
         self._keeper = asyncio.create_task(self._keep_up())
 
     async def close(self) -> None:
@@ -209,13 +206,19 @@ class WorkerTower:
 
     async def _bring_up(self) -> None:
         crew = _Crew(self.name, self._times)
+        began = time.monotonic()
         try:
             ready = await crew.start(self._ranks(), self._factory, self._start_s)
         except BaseException as error:
+            if time.monotonic() - began >= self._start_s:
+                # It may take longer than it did: of a cold cache, say.
+                self._start_s = min(2 * self._start_s, self._times.start_s)
             statuses = await crew.close(0.0)
             if isinstance(error, TowerLostError):
                 raise TowerStartError(f"{self.name}: {error} (exit {statuses})") from None
             raise
+        took = time.monotonic() - began
+        self._start_s = min(self._times.start_s, max(_LEAST_START_S, _STARTS * took))
         self.dtype, self.modalities = ready.dtype, tuple(ready.modalities)
         self.weights_bytes = ready.weights_bytes
         self.preparers, self.depth = ready.preparers, ready.depth
@@ -239,8 +242,6 @@ class WorkerTower:
                 try:
                     await self._bring_up()
                 except Exception as error:
-                    # It may take longer than at first: of a cold cache, say.
-                    self._start_s = min(2 * self._start_s, self._times.start_s)
                     expected = isinstance(error, TowerStartError)
                     logger.error(
                         "%s cannot be started again: %s", self.name, error, exc_info=not expected

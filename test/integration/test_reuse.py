@@ -356,6 +356,40 @@ def test_answers_say_where_their_pictures_came_from(
         assert counts.keys() >= {"kv", "language_cache", "computed"}
 
 
+@pytest.mark.parametrize("server", ["language"], indirect=True)
+def test_a_request_is_taken_for_no_other_one_whatever_its_user_names(
+    server: Server, photographs: Photographs
+) -> None:
+    """`http_worker_ipc` is a field for users, too: with another's id one could read like both."""
+    first, second = (data_url(photo.rotate(-13)) for photo in photographs)
+    asked = {"sampling_params": {"max_new_tokens": 4, "temperature": 0}}
+
+    def one(number: int) -> dict[str, Any]:
+        return {"text": f"{number} at {IMAGE}", "image_data": [first], **asked}
+
+    def both(number: int) -> dict[str, Any]:
+        return {"text": f"{number} {IMAGE} {IMAGE}", "image_data": [first, second], **asked}
+
+    def tokens(body: dict[str, Any], **names: str) -> int:
+        """Of its prompt, its pictures' among them."""
+        answer = server.client.generate(**body, **names)
+        assert answer.status_code == 200, answer.text
+        return int(answer.json()["meta_info"]["prompt_tokens"])
+
+    rounds = range(20)
+    alone = [(tokens(one(number)), tokens(both(number))) for number in rounds]
+    server.flush()
+    with ThreadPoolExecutor(3) as pool:
+        for number in rounds:
+            # What keeps the scheduler busy, so that it meets both at a time.
+            busy = pool.submit(tokens, {"text": f"{number} " * 200, **asked})
+            plain = pool.submit(tokens, one(number), rid=f"{number} of W")
+            named = pool.submit(tokens, both(number), rid=f"{number}", http_worker_ipc="W")
+            assert (plain.result(), named.result()) == alone[number]
+            busy.result()
+    server.topology.check_alive()
+
+
 @pytest.mark.extended
 def test_kv_comes_back_from_the_host(
     machine: Machine, photographs: Photographs, expected: Callable[[Messages], Any]

@@ -325,9 +325,11 @@ signal.signal(signal.SIGTERM, drain)
 """
     recorder = Recorder()
 
+    later = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGHUP))
+
     def hang_up() -> None:
         os.kill(os.getpid(), signal.SIGHUP)
-        threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGHUP)).start()
+        later.start()
 
     # These tests may be run under nohup, and the second one may come late.
     before = signal.signal(signal.SIGHUP, lambda *_: None)
@@ -337,6 +339,7 @@ signal.signal(signal.SIGTERM, drain)
     try:
         supervise(tmp_path, recorder, encoder).run()
     finally:
+        later.join()
         signal.signal(signal.SIGHUP, before)
     assert drained.exists()
 

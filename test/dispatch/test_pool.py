@@ -217,6 +217,25 @@ async def test_what_an_encoder_had_that_was_started_again_is_lost_with_it(pool, 
     assert pool.snapshot().encoders[0].load == 0
 
 
+async def test_one_that_was_taken_out_and_started_again_is_gone(pool, clock):
+    pool.add(A)
+    pool.heard(A, Report("ns"))
+    with pool.attempt(A, 7):
+        pool.remove(A, STATIC)
+        assert pool.state(A) is Health.DRAINING
+        clock.now += 20
+        pool.heard(A, Report("ns", uptime_s=1.0))
+    assert pool.state(A) is Health.GONE and not pool.urls()
+
+
+def test_an_encoder_that_renews_its_lease_is_not_gone_for_good(pool):
+    pool.register(A, "", 15.0)
+    for _ in range(2000):
+        pool.failed(A, "silent")
+    pool.expire()
+    assert pool.urls() == [A]
+
+
 async def test_an_error_of_an_attempt_that_was_lost_is_no_doubt_of_what_was_started(pool, clock):
     pool.add(A)
     pool.heard(A, Report("ns"))

@@ -31,6 +31,7 @@ from sglang_epd.encoder.server import (
     follow_certificates,
     tls_options,
 )
+from sglang_epd.encoder.serving import PromptHeads
 from sglang_epd.errors import ConfigError
 from sglang_epd.media import MediaLimits
 from sglang_epd.media.limits import NO_LIMIT
@@ -185,7 +186,8 @@ async def test_new_connections_get_the_certificate_that_is_there_by_then(tmp_pat
     password = "open sesame"
     made = certificates.make(tmp_path, password=password)
     trust = Trust(certfile=made.certfile, keyfile=made.keyfile, keyfile_password=password)
-    config = uvicorn.Config(app, log_config=None, lifespan="off", ws="none", **tls_options(trust))
+    options = {"http": PromptHeads, "log_config": None, "lifespan": "off", "ws": "none"}
+    config = uvicorn.Config(app, **options, **tls_options(trust))
     end = follow_certificates(config, trust, every_s=0.1)
     server = uvicorn.Server(config)
 

@@ -232,7 +232,8 @@ class Pool:
                 self._take_out(encoder)
 
     def register(self, url: str, namespace: str, lease_s: float) -> None:
-        """An encoder announces itself, or renews its lease (infinite: until it leaves).
+        """An encoder announces itself, or renews its lease (infinite: until it leaves, or cannot be
+        reached for about an hour).
 
         Args:
             namespace: its identity; empty where it does not say.
@@ -255,7 +256,9 @@ class Pool:
         with self._lock:
             now = self._clock()
             for encoder in list(self._encoders.values()):
-                ended = now >= encoder.lease_until or encoder.failures >= _GONE_FAILURES
+                endless = encoder.lease_until == math.inf
+                gone = endless and encoder.failures >= _GONE_FAILURES
+                ended = gone or now >= encoder.lease_until
                 if LEASE in encoder.owners and ended:
                     self.remove(encoder.url, LEASE)
 
@@ -283,6 +286,8 @@ class Pool:
             draining = report.draining or not encoder.owners
             state = _S.DRAINING if draining else _S.MISFIT if misfit else _S.READY
             self._move(encoder, state, misfit.message if misfit else "")
+            if not encoder.owners and not encoder.attempts:
+                self._take_out(encoder)
 
     def failed(self, url: str, why: str) -> None:
         """Note a probe that found the encoder out of reach or silent, and why."""

@@ -12,7 +12,7 @@ GET /health                     200
 503  too many encoders are registered
 
 A registration without `lease_s` is SGLang's own form, sent once: it holds until its
-encoder leaves. All others end with their lease.
+encoder leaves, or cannot be reached for about an hour. All others end with their lease.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Uvicorn bounds how long a connection may be idle after an answer, and nothing before: half
 of a header would keep a connection, and its descriptor, for as long as its sender likes. So would
-an answer that nobody reads. `PromptHeads` ends such connections. It leans on
+a long answer that nobody reads. `PromptHeads` ends such connections. It leans on
 `uvicorn.protocols.http.h11_impl.H11Protocol`, which bounds a head, as its other parser does not:
 its `cycle` is the last request. On a signal `DrainingServer` finishes accepted requests.
 """
@@ -153,15 +153,13 @@ class SeldomMalformed(logging.Filter):
 
 class PromptHeads(H11Protocol):
     """A server's side of one connection, which has to have sent a head in `_HEAD_S`, and may
-    leave an answer unread for `_UNREAD_S`."""
+    leave more of an answer unread than is buffered for `_UNREAD_S`."""
 
     _waiting: asyncio.TimerHandle | None = None
     _unread: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
-        # All that is left unread is told of.
-        transport.set_write_buffer_limits(high=0)
         self._wait()
 
     def data_received(self, data: bytes) -> None:

@@ -107,7 +107,7 @@ def closed_port() -> Iterator[socket.socket]:
 
 
 async def test_offers_to_a_port_that_cannot_be_connected_to_fail_until_it_can(closed_port, caplog):
-    sender = Sender(reach_s=0.3)
+    sender = Sender(reach_s=1.5)
     port = closed_port.getsockname()[1]
     endpoint = f"tcp://127.0.0.1:{port}"
     router = None
@@ -127,7 +127,7 @@ async def test_offers_to_a_port_that_cannot_be_connected_to_fail_until_it_can(cl
         await until(lambda: sender._peer(endpoint).out_of_reach is None)
         async with sender.offer(endpoint, offer(1)) as offered:
             assert (await router.receive()).item == 1, "the offer that failed is not sent late"
-            await asyncio.sleep(0.5)
+            await asyncio.sleep(2.0)
             assert not offered.decided.done(), "a server that says nothing has its time"
     finally:
         await sender.close()

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from sglang_epd.errors import (
     MediaForbiddenError,
     MediaTooLargeError,
 )
-from sglang_epd.media import Arrival, Intake, MediaFetcher, MediaLimits, MediaSource, digest, slots
+from sglang_epd.media import Intake, MediaFetcher, MediaLimits, MediaSource, digest, slots
 
 PATIENCE_S = 5.0
 
@@ -302,26 +303,25 @@ async def test_what_is_on_its_way_when_all_is_forgotten_is_not_remembered(
     assert len(ask.reader.memory) == asked_later
 
 
+def asking(reader: UrlReader, site: Site) -> Callable[[str, int], asyncio.Task[Content]]:
+    """Begins to read a path for a request, by the request's number."""
+    intake = Intake(Admission(1, 1 << 30))
+
+    async def read(path: str, request: int) -> Content:
+        source = MediaSource(url=site.url + path)
+        with intake.arrival((request, 0)) as arrival:
+            return await reader.read(source, in_seconds(PATIENCE_S), lambda _digest: False, arrival)
+
+    return lambda path, request: asyncio.create_task(read(path, request))
+
+
 async def test_who_joined_a_fetch_that_makes_way_fetches_for_itself(
     metrics, site: Site, monkeypatch
 ) -> None:
     """A request of many slow fetches gives them up where others wait, and so not another's."""
     monkeypatch.setattr(slots, "GRACE_S", 0.1)
-    intake = Intake(Admission(1, 1 << 30))
-
     async with MediaFetcher(local_limits(total_timeout_s=PATIENCE_S), concurrency=4) as fetcher:
-        reader = UrlReader(fetcher, UrlMemory(4), metrics)
-
-        def ask(path: str, owner: int) -> asyncio.Task[Content]:
-            return asyncio.create_task(
-                reader.read(
-                    MediaSource(url=site.url + path),
-                    in_seconds(PATIENCE_S),
-                    lambda _digest: False,
-                    Arrival(intake, (owner, 0)),
-                )
-            )
-
+        ask = asking(UrlReader(fetcher, UrlMemory(4), metrics), site)
         site.gate.clear()
         greedy, another = ask("/a", 0), ask("/b", 0)
         await until(lambda: len(site.asked) == 2)
@@ -333,27 +333,15 @@ async def test_who_joined_a_fetch_that_makes_way_fetches_for_itself(
         assert {await one for one in (joined, *others)} == {WHOLE}
         await asyncio.gather(another, return_exceptions=True)
         assert site.asked.count("/a") == 2
-        await reader.close()
 
 
 async def test_who_would_join_a_fetch_in_anothers_queue_fetches_for_itself(
-    metrics, site: Site
+    metrics, site: Site, monkeypatch
 ) -> None:
     """Of a request's many, half at most are under way: the rest would hold others up."""
-    intake = Intake(Admission(1, 1 << 30))
+    monkeypatch.setattr(slots, "GRACE_S", 60.0)
     async with MediaFetcher(local_limits(total_timeout_s=PATIENCE_S), concurrency=4) as fetcher:
-        reader = UrlReader(fetcher, UrlMemory(8), metrics)
-
-        def ask(path: str, owner: int) -> asyncio.Task[Content]:
-            return asyncio.create_task(
-                reader.read(
-                    MediaSource(url=site.url + path),
-                    in_seconds(PATIENCE_S),
-                    lambda _digest: False,
-                    Arrival(intake, (owner, 0)),
-                )
-            )
-
+        ask = asking(UrlReader(fetcher, UrlMemory(8), metrics), site)
         site.gate.clear()
         album = [ask(f"/{name}", 0) for name in "abcd"]
         await until(lambda: len(site.asked) == 2)
@@ -365,21 +353,12 @@ async def test_who_would_join_a_fetch_in_anothers_queue_fetches_for_itself(
         assert {(await one).digest for one in [*others, *album]} == {digest(BODY)}
 
 
-async def test_requests_that_wait_for_a_place_wait_for_one_fetch(metrics, site: Site) -> None:
-    intake = Intake(Admission(1, 1 << 30))
+async def test_requests_that_wait_for_a_place_wait_for_one_fetch(
+    metrics, site: Site, monkeypatch
+) -> None:
+    monkeypatch.setattr(slots, "GRACE_S", 60.0)
     async with MediaFetcher(local_limits(total_timeout_s=PATIENCE_S), concurrency=2) as fetcher:
-        reader = UrlReader(fetcher, UrlMemory(8), metrics)
-
-        def ask(path: str, owner: int) -> asyncio.Task[Content]:
-            return asyncio.create_task(
-                reader.read(
-                    MediaSource(url=site.url + path),
-                    in_seconds(PATIENCE_S),
-                    lambda _digest: False,
-                    Arrival(intake, (owner, 0)),
-                )
-            )
-
+        ask = asking(UrlReader(fetcher, UrlMemory(8), metrics), site)
         site.gate.clear()
         full = [ask("/a", 0), ask("/b", 1)]
         await until(lambda: len(site.asked) == 2)

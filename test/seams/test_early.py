@@ -78,7 +78,7 @@ def test_what_needs_its_whole_prompt_has_no_parts(request_of, fields):
 @pytest.mark.parametrize(("due", "slept"), [(math.inf, 1000), (0.0021, 3), (0.0, 0), (3.0, 1000)])
 def test_an_idle_scheduler_sleeps_no_longer_than_a_part_pauses(due, slept):
     pauses: Any = SimpleNamespace(due_s=lambda: due)
-    assert early.Waking(SimpleNamespace(poll=lambda ms: ms), pauses).poll(1000) == slept
+    assert early.Waking(SimpleNamespace(poll=lambda ms: ms), pauses.due_s).poll(1000) == slept
 
 
 @pytest.mark.parametrize(

@@ -38,6 +38,9 @@ class StuckError(Exception):
 async def in_time(call: Awaitable[_T], limit_s: float | None) -> _T:
     """The result of a call, or of a part of one.
 
+    Args:
+        limit_s: that it may take; None for any time.
+
     Raises:
         StuckError: it takes longer than `limit_s`.
     """

@@ -2,9 +2,9 @@
 
 Uvicorn bounds how long a connection may be idle after an answer, and nothing before: half
 of a header would keep a connection, and its descriptor, for as long as its sender likes. So would
-a long answer that nobody reads. `PromptHeads` ends such connections. It leans on
-`uvicorn.protocols.http.h11_impl.H11Protocol`, which bounds a head, as its other parser does not:
-its `cycle` is the last request. On a signal `DrainingServer` finishes accepted requests.
+a long answer whose client stops reading. `PromptHeads` ends both kinds of connection. It is a
+`uvicorn.protocols.http.h11_impl.H11Protocol`, because uvicorn's other parser bounds no head; the
+protocol's `cycle` is the last request. On a signal `DrainingServer` finishes accepted requests.
 """
 
 from __future__ import annotations

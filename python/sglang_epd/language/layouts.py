@@ -76,7 +76,7 @@ class Board:
         self._max_rooms = max_rooms
         self._max_bytes = max_bytes
         self._lock = threading.Lock()
-        # Of a plain dict the first is looked for behind all that are gone.
+        # In order, so that the first is at hand: a dict walks over the places of removed ones.
         self._slots: OrderedDict[int, Slot] = OrderedDict()
         # Those of them that are settled, by when.
         self._settled: OrderedDict[int, None] = OrderedDict()

@@ -35,7 +35,7 @@ class DispatchMetrics(Metrics):
         "local (this server's tower)",
         "source",
     )
-    retries = counter("Items that an encoder failed at, by what of; others get them", "reason")
+    retries = counter("Items that an encoder failed at, by error class", "reason")
     waits = counter("Times that items waited because no encoder was left to ask")
     moves = counter("Encoders that came into a state", "state")
     failures = counter("Requests whose media were not delivered, by error class", "reason")
@@ -43,7 +43,7 @@ class DispatchMetrics(Metrics):
         "Images, videos or audio clips in a request that has any", "modality", buckets=_FEW
     )
     request_encoders = histogram(
-        "Encoders that items of a request were sent to together, retries included", buckets=_FEW
+        "Encoders that one dispatch of a request's items asked, retries included", buckets=_FEW
     )
     media_seconds = histogram(
         "Time from a request's arrival until all of its media had been delivered",

@@ -75,7 +75,7 @@ def parts(scheduler: Any, ranks: Ranks) -> Parts | None:
         # A decode server receives no KV of a part, and would keep what lies there in its tree.
         or get_disagg().disaggregation_mode == "decode"
         or get_disagg().enable_pd_role_switch
-        # What is prefilled beside decoding is nowhere that parts are looked for.
+        # With PD multiplexing a part that runs is in a batch where none is looked for.
         or get_disagg().enable_pdmux
         # A part would throw others out of their batch.
         or scheduler.enable_priority_preemption
@@ -111,14 +111,18 @@ def leading(parts: Parts, claims: Claims, processor: Any, secret: bytes) -> Earl
 
 
 class Waking:
-    """A scheduler's poller that wakes it for a part that pauses, too."""
+    """A scheduler's poller that wakes it when something is due, too.
 
-    def __init__(self, poller: Any, early: Early) -> None:
+    Args:
+        due_s: seconds until then.
+    """
+
+    def __init__(self, poller: Any, due_s: Callable[[], float]) -> None:
         self._poller = poller
-        self._early = early
+        self._due_s = due_s
 
     def poll(self, timeout_ms: float) -> Any:
-        return self._poller.poll(math.ceil(min(timeout_ms, self._early.due_s() * 1e3)))
+        return self._poller.poll(math.ceil(min(timeout_ms, self._due_s() * 1e3)))
 
 
 def reader(processor: Any, *, apart: bool) -> Callable[[Any, Expect], Prompt | None]:

@@ -56,7 +56,7 @@ logger = logging.getLogger(__name__)
 # all of them first, which takes SGLang up to twenty minutes. If it ends, so does the server.
 _CONNECT_S = 3600.0
 # A replica of attention waits so long for each of the others, which hear nothing of its requests.
-_REPLICA_POLL_MS = 10
+_REPLICA_POLL_S = 0.01
 
 
 class SchedulerSeam:
@@ -285,17 +285,6 @@ def create_backend(
     return SchedulerSeam(backend, leader, gate, staging.connect(arena), parts)
 
 
-class _Brief:
-    """A scheduler's poller that sleeps no longer than this many milliseconds."""
-
-    def __init__(self, poller: Any, most_ms: float) -> None:
-        self._poller = poller
-        self._most_ms = most_ms
-
-    def poll(self, timeout_ms: float) -> Any:
-        return self._poller.poll(min(timeout_ms, self._most_ms))
-
-
 def _wake(
     sleeper: Any, claims: zmq.Socket[bytes], in_parts: Early | None, *, replicas: bool
 ) -> None:
@@ -309,9 +298,9 @@ def _wake(
         return
     sleeper.poller.register(claims, zmq.POLLIN)
     if replicas:
-        sleeper.poller = _Brief(sleeper.poller, _REPLICA_POLL_MS)
+        sleeper.poller = early.Waking(sleeper.poller, lambda: _REPLICA_POLL_S)
     if in_parts is not None:
-        sleeper.poller = early.Waking(sleeper.poller, in_parts)
+        sleeper.poller = early.Waking(sleeper.poller, in_parts.due_s)
 
 
 def _later_stage(scheduler: Any, ranks: receiving.Ranks) -> SchedulerSeam:

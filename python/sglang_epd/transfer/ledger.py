@@ -64,7 +64,7 @@ class Ledger:
         self._ended: dict[str, tuple[EpdError | None, wire.Needed]] = {}
         self._messages: list[tuple[bytes, wire.Message]] = []
         # Keys of items that requests went on with, so that the prefix cache may have them.
-        self._seen: OrderedDict[bytes, None] = OrderedDict()  # of a dict the first is looked for
+        self._seen: OrderedDict[bytes, None] = OrderedDict()
         # Items whose embeddings are cached, by key.
         self._relying: dict[bytes, set[tuple[str, int]]] = {}
         reservations.listen(self._on_evict)

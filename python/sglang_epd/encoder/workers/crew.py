@@ -57,7 +57,7 @@ logger = logging.getLogger(__name__)
 
 # Media up to this are written on the event loop itself.
 _SMALL_BYTES = 256 << 10
-# A start again, in times of the first one, and at least so many seconds.
+# The bound of a start, in times of the one before, and at least so many seconds.
 _STARTS, _LEAST_START_S = 4.0, 120.0
 # The kernel ends a process within that, unless it waits for a device or a file system.
 _KILLED_S = 10.0
